@@ -215,13 +215,13 @@ def saying_while(step: str, say: Callable[[str], object]) -> Generator[None]:
     """
     ended, began = threading.Event(), time.monotonic()
 
-    def tell() -> None:
+    def repeat() -> None:
         pause = SLOW_SECONDS
         while not ended.wait(pause):
             say(f"{step} ({time.monotonic() - began:.0f} s)")
             pause = STILL_SECONDS
 
-    thread = threading.Thread(target=tell, name="saying", daemon=True)
+    thread = threading.Thread(target=repeat, name="saying", daemon=True)
     thread.start()
     try:
         yield
@@ -353,8 +353,8 @@ def lines_of_call(headers: Mapping[str, str]) -> Generator[None]:
 def logged_call(verb: str, call: Any, headers: Mapping[str, str], model: str) -> Generator[None]:
     """Log a call of a verb at the end of the block, with status 0 if the caller disconnected before."""
     began, status = time.monotonic(), 0
-    told = {"tercet.verb": verb, "tercet.seq_id": call.seq_id, "gen_ai.request.model": model}
-    with lines_of_call(headers), span_of(verb, {**told, "gen_ai.usage.input_tokens": len(call.prompt)}, "server"):
+    attributes = {"tercet.verb": verb, "tercet.seq_id": call.seq_id, "gen_ai.request.model": model}
+    with lines_of_call(headers), span_of(verb, {**attributes, "gen_ai.usage.input_tokens": len(call.prompt)}, "server"):
         try:
             yield
             status = int(HTTPStatus.OK)
@@ -376,8 +376,8 @@ class LoggedGeneration:
 
     def __init__(self, seq_id: str, model: str, prompt_tokens: int) -> None:
         self.began = time.monotonic()
-        told = {"tercet.verb": "start_generate", "tercet.seq_id": seq_id, "gen_ai.request.model": model}
-        self._span = span_of("start_generate", {**told, "gen_ai.usage.input_tokens": prompt_tokens}, "server")
+        attributes = {"tercet.verb": "start_generate", "tercet.seq_id": seq_id, "gen_ai.request.model": model}
+        self._span = span_of("start_generate", {**attributes, "gen_ai.usage.input_tokens": prompt_tokens}, "server")
         self.place = self._span.begin() or current_span()
         self._found: dict[str, Any] = {"verb": "start_generate", "seq_id": seq_id, "model": model}
         self._found["prompt_tokens"] = prompt_tokens

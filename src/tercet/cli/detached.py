@@ -115,13 +115,13 @@ async def until_broken(config: UpConfig, fleet: StartedFleet, detached: bool) ->
     """Wait until the fleet breaks; ``tercet scale`` finds it until then, and ``tercet down`` if it is ``detached``."""
     from tercet.cluster.scaling.scaler import Scaler, control_socket
 
-    def tell(name: str, state: str) -> None:
+    def on_event(name: str, state: str) -> None:
         announce(f"{name}: {state}")
 
     port, log_dir, stop_seconds = urlsplit(fleet.url).port or config.port, str(fleet.log_dir), stop_seconds_of(config)
-    async with Scaler(fleet.provisioner, tell) as scaler, control_socket(scaler) as control:
+    async with Scaler(fleet.provisioner, on_event) as scaler, control_socket(scaler) as control:
         with announced(DetachedFleet(own_start(), port, fleet.url, log_dir, stop_seconds, str(control), detached)):
-            await fleet.until_broken(tell)
+            await fleet.until_broken(on_event)
 
 
 def stop_seconds_of(config: UpConfig) -> float:

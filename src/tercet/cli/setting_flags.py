@@ -90,19 +90,19 @@ def help_page(command: Any, ctx: Any, everything: bool) -> Iterator[str]:
         setting = settings.get(option.opts[0])
         value = setting.shown_kind if setting else "" if option.is_flag else "FILE"
         name = f"{option.opts[0]} {value}".strip()
-        told = _plain(option.help or "")
-        panels.setdefault(option.rich_help_panel or OTHERS, []).append((name, told if everything else _short(told)))
+        text = _plain(option.help or "")
+        panels.setdefault(option.rich_help_panel or OTHERS, []).append((name, text if everything else _short(text)))
     yield from _listed(panels, width)
     of_the_file = [each for each in _settings_of(command) if each.setting.in_file]
     if not everything:
-        told = f", {len(of_the_file)} more settings of the file" if of_the_file else ""
-        yield from ["", f"{ctx.command_path} --help-all has all examples{told}."]
+        more = f", {len(of_the_file)} more settings of the file" if of_the_file else ""
+        yield from ["", f"{ctx.command_path} --help-all has all examples{more}."]
         return
     panels = {}
     for each in of_the_file:
         default = f" [default: {each.shown_default}]" if each.shown_default else ""
-        told = (f"{each.key}: {each.shown_kind}", _plain(each.help + default))
-        panels.setdefault(each.setting.panel or OTHERS, []).append(told)
+        row = (f"{each.key}: {each.shown_kind}", _plain(each.help + default))
+        panels.setdefault(each.setting.panel or OTHERS, []).append(row)
     yield from ["", "Settings of the file of --config only, or of variables (`TERCET_` and the key):"]
     yield from _listed(panels, width)
 
@@ -115,12 +115,12 @@ def _settings_of(command: Any) -> tuple[Declared, ...]:
 def _listed(panels: dict[str, list[tuple[str, str]]], width: int) -> Iterator[str]:
     for title in sorted(panels, key=lambda title: ORDER.index(title) if title in ORDER else 99 + (title == OTHERS)):
         yield from ["", _heading(title)]
-        for name, told in panels[title]:
+        for name, text in panels[title]:
             left = f"  {name}  ".ljust(NAME_COLUMNS)
-            if len(left) + len(told) <= width:
-                yield left + told
+            if len(left) + len(text) <= width:
+                yield left + text
                 continue
-            lines = textwrap.wrap(told, width - NAME_COLUMNS)
+            lines = textwrap.wrap(text, width - NAME_COLUMNS)
             yield left.rstrip() if len(left) > NAME_COLUMNS else left + lines.pop(0)
             yield from (" " * NAME_COLUMNS + line for line in lines)
 
@@ -135,9 +135,9 @@ def _plain(text: str) -> str:
 
 def _short(text: str) -> str:
     """Return a help text's first clause, its unit, and its default if that is a value."""
-    told, _, default = text.partition(" [")
-    clause = re.split(r"; |\. (?!\.)", told)[0].rstrip(".")
-    unit = re.search(r" \((?:seconds|bytes|tokens|GiB)\)(?=\.$)", told)
+    sentences, _, default = text.partition(" [")
+    clause = re.split(r"; |\. (?!\.)", sentences)[0].rstrip(".")
+    unit = re.search(r" \((?:seconds|bytes|tokens|GiB)\)(?=\.$)", sentences)
     clause += unit[0] if unit and unit[0] not in clause else ""
     return clause + ("" if default in ("", "none]", "off]", "no limit]") else f" [{default}")
 
@@ -288,8 +288,8 @@ def with_flags_of(kind: type[S]) -> Callable[[Callable[..., None]], Callable[...
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            told = {flag.name: given.pop(flag.name) for flag in flags}
-            command(**given, **{last.name: decode_settings(kind, flags_given(kind, told))})
+            flag_values = {flag.name: given.pop(flag.name) for flag in flags}
+            command(**given, **{last.name: decode_settings(kind, flags_given(kind, flag_values))})
 
         return taking(run, [*own, *flags])
 

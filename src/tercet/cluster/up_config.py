@@ -194,8 +194,8 @@ def require_usable_router(config: RouterSettings, inherited: Mapping[str, str] =
     from tercet.wire.serving.server_access import RouterKeys  # imports asyncio
 
     shown = value_of(config.vllm_args, "--api-key")
-    told = key_of(shown or "", "--api-key")
-    given = told or key_of(inherited.get(API_KEY_VARIABLE, ""), API_KEY_VARIABLE)
+    named = key_of(shown or "", "--api-key")
+    given = named or key_of(inherited.get(API_KEY_VARIABLE, ""), API_KEY_VARIABLE)
     keys = RouterKeys(config, [given] if given else [])
     if value_of(config.vllm_args, "--uds") is None:
         keys.require_private(config.host, config)

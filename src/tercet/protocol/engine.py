@@ -104,7 +104,7 @@ class TakesAdapters(Protocol):
 
 
 @runtime_checkable
-class TellsLeases(Protocol):
+class ReportsLeases(Protocol):
     """An engine that tells the stories of its leases."""
 
     async def lease_stories(self, seq_id: str) -> list[LeaseReport]:

@@ -289,7 +289,7 @@ def fault_in(event: bytes) -> str | None:
     """
     if not any(mark in event for mark in _MARKS):  # most events, which are not read twice
         return None
-    name, data, told = "", list[bytes](), None
+    name, data, failure = "", list[bytes](), None
     for line in event.removeprefix(_BYTE_ORDER_MARK).splitlines():
         field, _, value = line.partition(b":")
         if field == b"event":
@@ -297,16 +297,16 @@ def fault_in(event: bytes) -> str | None:
         elif field == b"data":
             data.append(value.removeprefix(b" "))
         elif field.strip().lower() == b"error":
-            told = _fault_of(_value_of(value), is_error=True)
+            failure = _fault_of(_value_of(value), is_error=True)
         elif not field:
             comment = value.strip()
-            told = told or (_text(comment) if _ERROR_WORD.match(comment) else None)
+            failure = failure or (_text(comment) if _ERROR_WORD.match(comment) else None)
         elif line.lstrip().startswith(b"{"):
-            told = told or _fault_of(_value_of(line), is_error=False)
+            failure = failure or _fault_of(_value_of(line), is_error=False)
     is_error = name in _FAILED_TYPES or name.startswith("error")
     if not data:
-        return told or (f"the server sent the event {name!r}" if is_error else None)
-    return told or _fault_of(_value_of(b"\n".join(data)), is_error)
+        return failure or (f"the server sent the event {name!r}" if is_error else None)
+    return failure or _fault_of(_value_of(b"\n".join(data)), is_error)
 
 
 def _fault_of(value: Any, is_error: bool) -> str | None:

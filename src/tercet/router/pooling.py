@@ -91,7 +91,7 @@ class PoolingServer:
     # Without a password, so it may be logged; ``headers`` carry the router's credentials.
     url: str
     # Called with the URL and whether the server answers.
-    told: Callable[[str, bool], object]
+    on_poll: Callable[[str, bool], object]
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     # The names that it serves; None while they are not known or it does not answer.
     models: frozenset[str] | None = None
@@ -106,13 +106,13 @@ class PoolingServer:
         if self.models is not None:
             logger.warning("the pooling server %s does not answer: %s", self.url, reason)
         self.models = None
-        self.told(self.url, False)
+        self.on_poll(self.url, False)
 
     def serves(self, models: frozenset[str]) -> None:
         """Record the models of a server that has answered a poll."""
         self.silent = 0
         self.models = models
-        self.told(self.url, True)
+        self.on_poll(self.url, True)
 
     def give_up(self) -> None:
         """Fail the requests whose answer has not begun with :class:`ServerSilent`."""
@@ -153,15 +153,15 @@ class PoolingServers:
     """The pooling servers of a router. Use as an async context manager; while entered, the servers are polled.
 
     ``key`` is the key for the servers, except those whose URL has ``user:password@``; ``tls`` is for ``https://`` URLs;
-    ``timeout_s`` limits a whole answer, None for no limit. ``told`` is called with a URL and whether that server
+    ``timeout_s`` limits a whole answer, None for no limit. ``on_poll`` is called with a URL and whether that server
     answers.
     """
 
     def __init__(
         self, urls: Sequence[str], key: str = "", tls: ssl.SSLContext | None = None, timeout_s: float | None = None,
-        told: Callable[[str, bool], object] = lambda _url, _answers: None,
+        on_poll: Callable[[str, bool], object] = lambda _url, _answers: None,
     ) -> None:  # fmt: skip
-        self.servers = [_server(url, key, told) for url in urls]
+        self.servers = [_server(url, key, on_poll) for url in urls]
         self._tls = tls
         self._timeout_s = timeout_s
         self._tasks = TaskSet()
@@ -300,14 +300,14 @@ class PoolingServers:
             server.serves(frozenset(each.id for each in found.data))
 
 
-def _server(url: str, key: str, told: Callable[[str, bool], object]) -> PoolingServer:
+def _server(url: str, key: str, on_poll: Callable[[str, bool], object]) -> PoolingServer:
     """Return the server of a URL, whose user name and password never appear in logs, metrics and answers."""
     parts = urlsplit(url.rstrip("/"))
     bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
     if parts.username is None:
-        return PoolingServer(bare, told, bearer(key))
+        return PoolingServer(bare, on_poll, bearer(key))
     who = aiohttp.encode_basic_auth(unquote(parts.username), unquote(parts.password or ""))
-    return PoolingServer(bare, told, {"authorization": who})
+    return PoolingServer(bare, on_poll, {"authorization": who})
 
 
 def close_result(asking: Asking | asyncio.Future[PooledAnswer]) -> None:

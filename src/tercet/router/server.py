@@ -51,7 +51,7 @@ from tercet.router.state.loaded_code import reload_on_change
 from tercet.router.state.roles import RoleKeeper, with_roles_followed
 from tercet.router.state.shared_state import SharedState
 from tercet.router.state.state_store import StateStore, configmap_store
-from tercet.router.workers import Shared, listening_socket, tell_ready
+from tercet.router.workers import Shared, listening_socket, log_ready
 from tercet.settings import RouterConfig
 from tercet.settings.process_settings import ALL_ENGINES_VARIABLE, API_KEY_VARIABLE
 from tercet.wire.client import StreamListener, engine_tls
@@ -296,7 +296,7 @@ class _Router:
                 self._heed_signals()
                 await self.shutdown.run(gate.close, service.give_up)
 
-            ready = partial(tell_ready, config) if shared is None else shared.serving
+            ready = partial(log_ready, config) if shared is None else shared.serving
             loads = None if shared is None else (shared.loads, shared.index)
             # Only the first of several workers serves the admin address; all workers follow the state that it changes.
             own = config.admin_address if shared is None or not shared.index else None

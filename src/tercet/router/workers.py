@@ -169,7 +169,7 @@ async def _supervise(config: RouterConfig, common: Path, channel: socket.socket 
             first = len(serving) < config.workers
             serving.add(index)
             if first and len(serving) == config.workers:
-                tell_ready(config)
+                log_ready(config)
 
         places = [
             Place(config, index, listening, loads, common / "metrics", hurried, forks, on_serving)
@@ -187,7 +187,7 @@ async def _supervise(config: RouterConfig, common: Path, channel: socket.socket 
     return next((code for code in codes if code), 0)
 
 
-def tell_ready(config: RouterConfig) -> None:
+def log_ready(config: RouterConfig) -> None:
     """Log that the router accepts requests, with its address."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     ROUTER_READY.tell(model=config.public_name, address=f"{host}:{config.port}", program=config.program)

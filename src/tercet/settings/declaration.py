@@ -190,13 +190,13 @@ def _walk(of: type[msgspec.Struct], path: tuple[str, ...]) -> Iterable[Declared]
         if is_group(field.type):
             yield from _walk(field.type, here)
             continue
-        told = next((each for each in getattr(field.type, "__metadata__", ()) if isinstance(each, Setting)), None)
-        if told is None and issubclass(of, Settings):
+        setting = next((each for each in getattr(field.type, "__metadata__", ()) if isinstance(each, Setting)), None)
+        if setting is None and issubclass(of, Settings):
             continue
-        told = told or Setting("")
-        told = told if told.panel else replace(told, panel=getattr(of, "panel", ""))
+        setting = setting or Setting("")
+        setting = setting if setting.panel else replace(setting, panel=getattr(of, "panel", ""))
         default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-        yield Declared(field.encode_name, here, field.type, told, default)
+        yield Declared(field.encode_name, here, field.type, setting, default)
 
 
 def is_group(kind: Any) -> bool:
@@ -373,13 +373,13 @@ def from_environment(kind: type[msgspec.Struct], environment: Mapping[str, str] 
 
     In Kubernetes ``TERCET_PORT`` is a URL if a service is called ``tercet``: such a value is ignored.
     """
-    told = list[Declared]()
+    found = list[Declared]()
     for each in declared(kind):
         text = environment.get(each.env, "")
         if text and not (each.env.endswith("_PORT") and _SERVICE_LINK.fullmatch(text)):
-            told.append(each)
-    values = {each.key: _from_text(each, environment[each.env]) for each in told}
-    return Source(values, names={each.key: each.env for each in told})
+            found.append(each)
+    values = {each.key: _from_text(each, environment[each.env]) for each in found}
+    return Source(values, names={each.key: each.env for each in found})
 
 
 def read_yaml(file: Path, name: str = "--config") -> Source:

@@ -169,9 +169,9 @@ def engine_fields(given: Any, index: int) -> Any:
     url, *rest = given.split(",")
     if not url.startswith(("http://", "https://")):
         raise BadRequest(f"{url!r} is not a URL such as http://127.0.0.1:8001", "url")
-    told = key_values(rest, given)
-    labels = {key.removeprefix(LABEL): value for key, value in told.items() if key.startswith(LABEL)}
-    fields = {key: value for key, value in told.items() if not key.startswith(LABEL)}
+    pairs = key_values(rest, given)
+    labels = {key.removeprefix(LABEL): value for key, value in pairs.items() if key.startswith(LABEL)}
+    fields = {key: value for key, value in pairs.items() if not key.startswith(LABEL)}
     return {**unnamed, "url": url.rstrip("/"), "labels": labels, **fields}
 
 

@@ -42,7 +42,7 @@ from tercet.protocol.wire import (
 from tercet.settings.process_settings import ENGINE_NAME_VARIABLE, PrefillBudget, clients_see_traces
 from tercet.vllm_plugin.edge.adapters import Adapters
 from tercet.vllm_plugin.edge.attached_engine import AttachedEngine
-from tercet.vllm_plugin.edge.llm_requests import tell_failures
+from tercet.vllm_plugin.edge.llm_requests import end_with_failures
 from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader
 from tercet.vllm_plugin.mm_features import bound_uuids
 from tercet.vllm_plugin.start.plugin_settings import parse_settings
@@ -98,7 +98,7 @@ class TercetEndpoints:
         adapters = Adapters(lambda: state.openai_serving_models, 0 if lora is None else lora.max_loras)
         await adapters.watch(engine_client)  # type: ignore[arg-type]
         bound_uuids(engine_client.renderer)
-        tell_failures()
+        end_with_failures()
         most = settings.max_request_bytes
         attached = state.tercet = await AttachedEngine.attach(engine_client, name, secret, adapters, most)  # type: ignore[arg-type]
         state.tercet_prefillers = settings.allowed_prefillers()

@@ -254,11 +254,11 @@ def test_followers_see_each_other_and_not_the_dead(tmp_path: Path) -> None:
     a, b = Followers(path), Followers(path)
     assert a.others() == []
     report = FollowerReport(7, True, 3, "", {"p": EngineReport(2, True)})
-    b.tell(report)
+    b.write(report)
     assert (a.others(), b.others()) == ([report], [])
     code = (
         "import os, sys; from pathlib import Path; from tercet.router.state.followers import *;"
-        "f = Followers(Path(sys.argv[1])); f.tell(FollowerReport(os.getpid())); os.kill(os.getpid(), 9)"
+        "f = Followers(Path(sys.argv[1])); f.write(FollowerReport(os.getpid())); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == -9
     assert a.others() == [report]

@@ -218,7 +218,7 @@ async def test_an_answer_that_could_not_be_sent_is_an_error_of_its_own(head: byt
 async def test_a_password_is_shown_to_its_server_and_to_nobody_else(embedders: list[Server]) -> None:
     told = list[str]()
     url = embedders[2].url.replace("http://", "http://me:p%40ss@")
-    async with PoolingServers([url], SECRET, told=lambda url, _: told.append(url)) as pooling:
+    async with PoolingServers([url], SECRET, on_poll=lambda url, _: told.append(url)) as pooling:
         answer = await pooling.answer(b"POST", b"/score", "reranker", b"{}", (), 1e9)
         answer.close()
         await embedders[2].stop()

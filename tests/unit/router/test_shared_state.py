@@ -358,7 +358,7 @@ async def test_a_path_that_is_no_file_stops_nobody(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["stamp_of", "read", "tell"])
+@pytest.mark.parametrize("call", ["stamp_of", "read", "write"])
 async def test_a_file_system_that_hangs_stops_no_process(
     router: LiveRouter, other: Other, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,9 +375,9 @@ async def test_a_file_system_that_hangs_stops_no_process(
             patched.setattr(other.shared._file, "read", hangs)
             (router.directory / "state.json").touch()
         else:
-            patched.setattr(other.shared._followers, "tell", hangs)
+            patched.setattr(other.shared._followers, "write", hangs)
         await until(lambda: other.shared._files.is_stuck)
-        await until(lambda: call == "tell" or "hangs" in other.shared.reports.failure)
+        await until(lambda: call == "write" or "hangs" in other.shared.reports.failure)
         assert other.shared.reports.engines().keys() == {"p", "d"}
         other.shared._followers.announce([])
         assert other.shared._followers.announced() == []

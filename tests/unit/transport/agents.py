@@ -164,10 +164,10 @@ def step(
     completed: Sequence[SendComplete] = (),
 ) -> None:
     """A forward pass, as a worker tells of it."""
-    agent.tell(StepBegins(tuple(opened), tuple(pushes)))
+    agent.send(StepBegins(tuple(opened), tuple(pushes)))
     for layer in range(LAYERS):
-        agent.tell(LayersDone((layer,)))
-    agent.tell(StepEnds(tuple(completed)))
+        agent.send(LayersDone((layer,)))
+    agent.send(StepEnds(tuple(completed)))
 
 
 def agents_of(pid: int) -> list[int]:

@@ -402,7 +402,7 @@ def test_an_agent_that_is_stopped_is_killed_when_it_is_to_end(
 
 def tell_without_end(agent: AgentProcess) -> None:
     while True:
-        agent.tell(LayersDone(tuple(range(1000))))
+        agent.send(LayersDone(tuple(range(1000))))
 
 
 @pytest.mark.processes
@@ -411,7 +411,7 @@ def test_notes_are_kept_for_an_agent_that_is_stopped(source: Rank, target: Rank,
     os.kill(source.agent.pid, signal.SIGSTOP)
     try:
         while not source.agent._backlog:
-            source.agent.tell(LayersDone(tuple(range(1000))))  # of no send: nothing comes of it
+            source.agent.send(LayersDone(tuple(range(1000))))  # of no send: nothing comes of it
         step(source.agent, [opening("kept", lease, inbox.address, target.addresses)], [Push("kept", 0, ALL)],
              [SendComplete("kept", 0, END)])  # fmt: skip
     finally:

@@ -153,9 +153,9 @@ def _arrivals(kind: Any, burstiness: Any, point: Point) -> str | None:
 
 
 def _machine(machine: Mapping[str, Any]) -> str | None:
-    told = [str(machine[key]) + unit for key, unit in (("cpu", ""), ("cores", " cores")) if machine.get(key)]
+    parts = [str(machine[key]) + unit for key, unit in (("cpu", ""), ("cores", " cores")) if machine.get(key)]
     memory = machine.get("memory_gib")
-    return ", ".join(told + ([f"{memory:.0f} GiB"] if memory else [])) or None
+    return ", ".join(parts + ([f"{memory:.0f} GiB"] if memory else [])) or None
 
 
 def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -435,8 +435,8 @@ def markdown(results: Sequence[BenchResult]) -> str:
     if compared:
         loads = (f"{each.request_rate:g} requests/s" if each.request_rate is not None else f"{each.concurrency} users"
                  for each in compared)  # fmt: skip
-        told = zip(compared, loads, strict=True)
-        parts.append("\n".join(f"- {point.label}, {load}: {words(point.prefix)}" for point, load in told))
+        pairs = zip(compared, loads, strict=True)
+        parts.append("\n".join(f"- {point.label}, {load}: {words(point.prefix)}" for point, load in pairs))
     ratios = [ratio for result in results for ratio in result.ratios]
     if ratios:
         parts.append(ratio_table(ratios))
@@ -445,9 +445,9 @@ def markdown(results: Sequence[BenchResult]) -> str:
 
 def _alike_and_not(figure: Figure) -> Iterator[str]:
     """Yield the facts common to all lines, and a list of each line's differences."""
-    told = [f"{name} {value}" for name in FOREMOST if (value := figure.common.get(name)) is not None]
-    if told:
-        yield f"All lines: {'; '.join(told)}."
+    common = [f"{name} {value}" for name in FOREMOST if (value := figure.common.get(name)) is not None]
+    if common:
+        yield f"All lines: {'; '.join(common)}."
     listed = [f"- {line.label}: {found}" for line in figure.lines if (found := _differences(line, figure.lines))]
     if listed:
         yield "\n".join(["The lines differ in:", "", *listed])
@@ -456,8 +456,8 @@ def _alike_and_not(figure: Figure) -> Iterator[str]:
 def _differences(line: FigureLine, lines: Sequence[FigureLine]) -> str:
     """Return a line's differences from others. Between real and simulated runs, only facts of both kinds count."""
     one_kind = SOURCE not in line.differs
-    told = [name for name in line.differs if one_kind or all(each.differs[name] is not None for each in lines)]
-    facts = ((name, line.differs[name]) for name in told)
+    names = [name for name in line.differs if one_kind or all(each.differs[name] is not None for each in lines)]
+    facts = ((name, line.differs[name]) for name in names)
     return "; ".join(
         f"{name} {value or 'not given'}" for name, value in facts if (name, value) != (PROGRAM, line.label)
     )
@@ -486,8 +486,8 @@ def ratio_table(ratios: Sequence[Ratio]) -> str:
 def _cell(metrics: Metrics, name: str) -> str:
     """Return a metric as text: empty for None, :data:`TOO_FEW` for a percentile of too few requests."""
     value = metrics.get(name)
-    told = value is None or enough(int(metrics.get("completed") or 0), name.partition("_")[0])
-    return three_digits(value) if told else TOO_FEW
+    is_shown = value is None or enough(int(metrics.get("completed") or 0), name.partition("_")[0])
+    return three_digits(value) if is_shown else TOO_FEW
 
 
 def _needed(metrics: Sequence[Metrics]) -> Iterator[str]:

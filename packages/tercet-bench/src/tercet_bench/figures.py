@@ -179,20 +179,20 @@ def _legend(drawn: Picture, axis: Any, labels: Sequence[str], title: str) -> Non
 
 
 def _title(figure: Figure) -> str:
-    told = [figure.common.get(name) for name in (MODEL, WORKLOAD, ARRIVALS)]
-    return " · ".join(each for each in told if each) or "Load, latency and rate"
+    names = [figure.common.get(name) for name in (MODEL, WORKLOAD, ARRIVALS)]
+    return " · ".join(each for each in names if each) or "Load, latency and rate"
 
 
 def _footer(figure: Figure, tail: str) -> Iterator[str]:
     fewest, most = figure.requests
     count = f"n = {fewest}" if fewest == most else f"n = {fewest} to {most}"
-    told = [f"{count} requests per point"]
-    told += [f"{name} {value}" for name in (FLEET, MACHINE) if (value := figure.common.get(name))]
-    told += [value for name in (SOURCE,) if (value := figure.common.get(name))]
-    told += [" to ".join(dict.fromkeys((figure.days[0], figure.days[-1])))] if figure.days else []
+    parts = [f"{count} requests per point"]
+    parts += [f"{name} {value}" for name in (FLEET, MACHINE) if (value := figure.common.get(name))]
+    parts += [value for name in (SOURCE,) if (value := figure.common.get(name))]
+    parts += [" to ".join(dict.fromkeys((figure.days[0], figure.days[-1])))] if figure.days else []
     if version := figure.common.get("tercet"):
-        told.append(f"Tercet {version}")
-    yield " · ".join(told)
+        parts.append(f"Tercet {version}")
+    yield " · ".join(parts)
     needed = [f"{each.upper()} needs {REQUESTS_NEEDED[each]}" for each in TAILS[: TAILS.index(tail) + 1]
               if not enough(fewest, each)]  # fmt: skip
     if needed:

@@ -76,7 +76,7 @@ async def ask_target(base_url: str, model: str | None, headers: Mapping[str, str
         chosen = model or names[0]
         entry = next((entry for entry in listed if entry.get("id") == chosen), dict[str, Any]())
         root = entry.get("root")
-        about = {name: told for name, path in MORE.items() if (told := await _ask(session, url + path)) is not None}
+        about = {name: answer for name, path in MORE.items() if (answer := await _ask(session, url + path)) is not None}
     engines: list[Any] = about["engines"] if isinstance(about.get("engines"), list) else []
     versions = {str(cast("dict[str, Any]", each).get("vllm") or "") for each in engines if isinstance(each, dict)}
     about |= {"engine_versions": found} if (found := sorted(versions - {""})) else {}

@@ -551,13 +551,13 @@ class EndpointPicker:
 
 def room_of(fleet: EngineFleet, load: ReportedLoad, config: PickerConfig) -> Room:
     """Return the room by the limits of the scheduling file; without them, by the configuration's limits."""
-    told = fleet.scheduling.saturation
-    if isinstance(told, ConcurrencyLimit):
-        return RoomByConcurrency(fleet, told)
+    limits = fleet.scheduling.saturation
+    if isinstance(limits, ConcurrencyLimit):
+        return RoomByConcurrency(fleet, limits)
     given = Saturation(
         queue_depth_threshold=config.max_waiting_per_engine, kv_cache_util_threshold=config.max_kv_usage
     )  # fmt: skip
-    return RoomByUtilization(fleet, load, told or given)
+    return RoomByUtilization(fleet, load, limits or given)
 
 
 def _request(call: OpenAICall, prompt: Tokens, adapter: str | None) -> Request:

@@ -215,14 +215,14 @@ class Exchange:
         """Return the replies that send the call to these endpoints, to be sent one by one."""
         self._endpoints, self.call = endpoints, None
         chunks, self._chunks = self._chunks, []  # the stream lasts until an engine answers, and need not keep them
-        told = {DESTINATION: ",".join(endpoints.decode), **self._relabelled}
+        headers = {DESTINATION: ",".join(endpoints.decode), **self._relabelled}
         if endpoints.prefill:
-            told[PREFILLER] = endpoints.prefill
-        stripped = [name for name in CONTROL if self._headers and name in self._headers and name not in told]
-        mutation = HeaderMutation(set_headers=_set(told), remove_headers=stripped)
+            headers[PREFILLER] = endpoints.prefill
+        stripped = [name for name in CONTROL if self._headers and name in self._headers and name not in headers]
+        mutation = HeaderMutation(set_headers=_set(headers), remove_headers=stripped)
         common = CommonResponse(header_mutation=mutation, clear_route_cache=True)
         metadata = Struct()
-        metadata.get_or_create_struct(METADATA)[DESTINATION] = told[DESTINATION]
+        metadata.get_or_create_struct(METADATA)[DESTINATION] = headers[DESTINATION]
         if self._at_headers or self._mode == _DUPLEX:
             first = ProcessingResponse(request_headers=HeadersResponse(response=common), dynamic_metadata=metadata)
         else:
@@ -375,17 +375,17 @@ class EndpointPickerService:
     async def _pick(self, exchange: Exchange, call: OpenAICall) -> Endpoints:
         """Pick, with log lines and a span for the request."""
         headers = call.headers
-        told: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             "url.path": kept_name(exchange.path), "gen_ai.request.model": kept_name(call.body.model or ""),
         }  # fmt: skip
         with (
             lines_of_request(headers.get(REQUEST_ID_HEADER, "")),
             working_in(span_context_of(headers)),
-            span_of("pick", told, "server") as place,
+            span_of("pick", attributes, "server") as place,
         ):
             picked = await self._picker.pick(call, exchange.candidates)
             if place is not None:
-                told |= {"tercet.decode": [*picked.decode], "tercet.prefill": picked.prefill}
+                attributes |= {"tercet.decode": [*picked.decode], "tercet.prefill": picked.prefill}
             return picked
 
 

@@ -73,22 +73,22 @@ def _below(limit: float) -> int:
 
 def load_gate(parameters: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return the limits above which affinity costs too much: tokens in flight, for which llm-d has two names."""
-    told = dict(parameters)
-    by = told.pop("ttftSource", "prefillThroughput")
-    if by != "prefillThroughput" and told.get("maxTTFTPenaltyMs", 1):
+    changed = dict(parameters)
+    by = changed.pop("ttftSource", "prefillThroughput")
+    if by != "prefillThroughput" and changed.get("maxTTFTPenaltyMs", 1):
         raise _wrong(f"plugins[{index}].parameters.ttftSource", f"{by}: {LATENCY}")
-    if not told.get("peakPrefillThroughput", 1):
-        del told["peakPrefillThroughput"]  # llm-d uses 0 for no limit
-    return told
+    if not changed.get("peakPrefillThroughput", 1):
+        del changed["peakPrefillThroughput"]  # llm-d uses 0 for no limit
+    return changed
 
 
 def context_length(name: str, parameters: Mapping[str, Any]) -> list[Any]:
     """Return the plugins for one plugin of llm-d, which scores, and also filters if so configured."""
-    told = dict(parameters)
+    others = dict(parameters)
     kinds = {name: "context-length-scorer"}
-    if told.pop("enableFiltering", False):
+    if others.pop("enableFiltering", False):
         kinds[f"{name} (filter)"] = "context-length-filter"
-    return [{"type": kind, "name": ours, "parameters": told} for ours, kind in kinds.items()]
+    return [{"type": kind, "name": ours, "parameters": others} for ours, kind in kinds.items()]
 
 
 def profile_handler(parameters: Mapping[str, Any], is_old: bool, index: int) -> Mapping[str, Any]:
@@ -365,21 +365,21 @@ def as_in_file(content: Any, error: BadRequest) -> BadRequest:
 
 
 class _Translation:
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        self.told = told
+    def __init__(self, original: Mapping[str, Any]) -> None:
+        self.original = original
         self.notes: list[str] = []
         # Place in the original file of each part of the translated content; both places begin at the top.
         self.places: dict[str, str] = {}
         self.uses_of: list[list[str]] = []  # places of the plugins that each profile uses
         self.named: dict[str, list[str]] = {}  # translation of each plugin, by name
-        self.entries = {_name(entry): mapping_of(entry) for entry in list_of(told["plugins"])}
-        self.in_profiles = _used(told.get("schedulingProfiles") or [])
+        self.entries = {_name(entry): mapping_of(entry) for entry in list_of(original["plugins"])}
+        self.in_profiles = _used(original.get("schedulingProfiles") or [])
 
     def result(self) -> tuple[Any, list[str]]:
-        sections = {key: value for key, value in self.told.items() if not self.noted(key, SECTIONS.get(key))}
+        sections = {key: value for key, value in self.original.items() if not self.noted(key, SECTIONS.get(key))}
         sections.pop("saturationDetector", None)
         kept = list[Any]()
-        for index, entry in enumerate(list_of(self.told["plugins"])):
+        for index, entry in enumerate(list_of(self.original["plugins"])):
             made = self.plugins(entry, index)
             self.named[_name(entry)] = [_name(ours) for ours in made]
             for ours in range(len(kept), len(kept) + len(made)):
@@ -421,7 +421,7 @@ class _Translation:
         return f"{self.place_of(name)}.parameters", mapping_of(self.entries.get(str(name), {}).get("parameters"))
 
     def place_of(self, name: Any) -> str:
-        names = [_name(entry) for entry in list_of(self.told["plugins"])]
+        names = [_name(entry) for entry in list_of(self.original["plugins"])]
         return f"plugins[{names.index(str(name))}]" if str(name) in names else "plugins"
 
     def noted(self, what: str, why: str | None) -> bool:
@@ -446,7 +446,7 @@ class _Translation:
         name = _name(given)
         kind = RENAMED_TYPES.get(kind, kind)
         if kind in DETECTOR_SECTIONS:
-            in_one = name in self.in_profiles or not self.told.get("schedulingProfiles")
+            in_one = name in self.in_profiles or not self.original.get("schedulingProfiles")
             return [detector_filter(kind, name, parameters, index)] if in_one else []
         if kind == CONTEXT_LENGTH:
             return context_length(name, parameters)
@@ -498,8 +498,8 @@ class _Translation:
 
     def saturation(self) -> Mapping[str, Any]:
         """Return the saturation section: the section itself, or the plugin that it names; empty without one."""
-        flow = mapping_of(self.told.get("flowControl"))
-        section = dict(mapping_of(flow.get("saturationDetector") or self.told.get("saturationDetector")))
+        flow = mapping_of(self.original.get("flowControl"))
+        section = dict(mapping_of(flow.get("saturationDetector") or self.original.get("saturationDetector")))
         name = str(section.pop("pluginRef", DETECTOR))
         detector = self.entries.get(name, {})
         at, own = self.parameters_of(name)
@@ -530,7 +530,7 @@ class _Translation:
 
     def profiles(self) -> list[Any]:
         """Return the profiles, with their translated plugins; one of all plugins if the file has none."""
-        given = self.told.get("schedulingProfiles")
+        given = self.original.get("schedulingProfiles")
         if given:
             return [self.profile(profile, f"schedulingProfiles[{n}]") for n, profile in enumerate(list_of(given))]
         unused = ("-handler", "-decider")
@@ -541,21 +541,21 @@ class _Translation:
         return [made]
 
     def profile(self, profile: Any, at: str) -> Any:
-        told = mapping_of(profile)
-        if not isinstance(told.get("plugins"), list):
+        fields = mapping_of(profile)
+        if not isinstance(fields.get("plugins"), list):
             self.uses_of.append([])
             return profile
-        uses = [(f"{at}.plugins[{n}]", ours) for n, use in enumerate(told["plugins"]) for ours in self.uses(use)]
+        uses = [(f"{at}.plugins[{n}]", ours) for n, use in enumerate(fields["plugins"]) for ours in self.uses(use)]
         self.uses_of.append([place for place, _ in uses])
-        return {**told, "plugins": [ours for _, ours in uses]}
+        return {**fields, "plugins": [ours for _, ours in uses]}
 
     def uses(self, use: Any) -> list[Any]:
         """Return a profile's use of a plugin in our form; the weight belongs to the scorer, which comes first."""
-        told = mapping_of(use)
-        ours = self.named.get(str(told.get("pluginRef")))
+        fields = mapping_of(use)
+        ours = self.named.get(str(fields.get("pluginRef")))
         if ours is None:  # the reader of the result reports errors in it
             return [use]
-        return [{**told, "pluginRef": name} if name == ours[0] else {"pluginRef": name} for name in ours]
+        return [{**fields, "pluginRef": name} if name == ours[0] else {"pluginRef": name} for name in ours]
 
 
 def _without_stage(content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -563,10 +563,10 @@ def _without_stage(content: Mapping[str, Any]) -> Mapping[str, Any]:
     handlers = [p for p in list_of(content["plugins"]) if mapping_of(p).get("type") == "disagg-profile-handler"]
     if len(handlers) != 1:
         return content
-    told = mapping_of(handlers[0]["parameters"])
-    if mapping_of(told.get("deciders")).get("prefill") or set(told) != {"profiles", "deciders"}:
+    parameters = mapping_of(handlers[0]["parameters"])
+    if mapping_of(parameters.get("deciders")).get("prefill") or set(parameters) != {"profiles", "deciders"}:
         return content  # the reader of the result reports errors in other forms
-    decode = str(mapping_of(told["profiles"]).get("decode", "decode"))
+    decode = str(mapping_of(parameters["profiles"]).get("decode", "decode"))
     single = {"type": "single-profile-handler", "name": _name(handlers[0])}
     plugins = [single if plugin is handlers[0] else plugin for plugin in content["plugins"]]
     profiles = [profile for profile in content["schedulingProfiles"] if mapping_of(profile).get("name") == decode]
@@ -581,5 +581,5 @@ def _used(profiles: Any) -> set[str]:
 
 
 def _name(entry: Any) -> str:
-    told = mapping_of(entry)
-    return str(told.get("name") or told.get("type"))
+    fields = mapping_of(entry)
+    return str(fields.get("name") or fields.get("type"))

@@ -239,7 +239,7 @@ class ModelRenderer:
         self._template = _template_of(directory, self._config)
         self.segments = SegmentTokenizer(tokenizer, budget, most_bytes)
         self._rendering = 0
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def close(self) -> None:
         """Close the tokenizer; no more calls may follow."""
@@ -254,8 +254,8 @@ class ModelRenderer:
             raise
         except BaseException as error:  # a template may raise any error, and a tokenizer's panics are not Exceptions
             why = (str(error) or type(error).__name__)[:LONGEST_REASON]
-            if why not in self._told and len(self._told) < 100:
-                self._told.add(why)
+            if why not in self._logged and len(self._logged) < 100:
+                self._logged.add(why)
                 logger.warning("a prompt cannot be rendered, so its tokens are estimated from characters: %s", why)
             return estimated(call)
 

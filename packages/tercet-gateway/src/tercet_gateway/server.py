@@ -192,24 +192,24 @@ async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[Pi
         options=[("grpc.max_receive_message_length", config.max_request_bytes + BESIDE_BODY), *CONNECTIONS]
     )
     server.add_generic_rpc_handlers((EndpointPickerService(picker, metrics, config.max_request_bytes).handler(),))
-    told = health.HealthServicer()
-    add_HealthServicer_to_server(told, server)
+    servicer = health.HealthServicer()
+    add_HealthServicer_to_server(servicer, server)
     port = _listen(server, config)
-    probed = _health_server(told, config)
-    await _say(told, [LIVENESS], HealthCheckResponse.SERVING)
-    await _say(told, READY_NAMES, HealthCheckResponse.NOT_SERVING)
+    probed = _health_server(servicer, config)
+    await _say(servicer, [LIVENESS], HealthCheckResponse.SERVING)
+    await _say(servicer, READY_NAMES, HealthCheckResponse.NOT_SERVING)
     async with _metrics_server(metrics, config) as metrics_port:
         await server.start()
         if probed is not None:
             await probed.start()
-        starting = asyncio.create_task(_until_ready(fleet, told), name="readiness")
+        starting = asyncio.create_task(_until_ready(fleet, servicer), name="readiness")
         background = TaskSet()
         try:
             if (name := config.discovery.pool_name) is not None:
                 api, pool = access_of(config.discovery), PoolReference(name, group=config.discovery.pool_group)
                 namespace = config.discovery.pool_namespace or api.namespace
                 background.keep(partial(follow_objectives, api, namespace, pool, picker.set_objectives), "objectives")
-            yield PickerServer(port, metrics_port, picker, told, starting)
+            yield PickerServer(port, metrics_port, picker, servicer, starting)
         finally:
             starting.cancel()
             await background.close()
@@ -219,7 +219,7 @@ async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[Pi
             renderer.close()
 
 
-async def _until_ready(fleet: EngineFleet, told: health.HealthServicer) -> None:
+async def _until_ready(fleet: EngineFleet, servicer: health.HealthServicer) -> None:
     """Report ready once an engine has answered, or after a timeout: then 503 answers show that no engine answers."""
     try:
         async with asyncio.timeout(READY_SECONDS):
@@ -227,20 +227,20 @@ async def _until_ready(fleet: EngineFleet, told: health.HealthServicer) -> None:
                 await asyncio.sleep(POLL_INTERVAL_S)
     except TimeoutError:
         logger.warning("no engine has answered within %g s; requests get 503 until one does", READY_SECONDS)
-    await _say(told, READY_NAMES, HealthCheckResponse.SERVING)
+    await _say(servicer, READY_NAMES, HealthCheckResponse.SERVING)
 
 
-async def _say(told: health.HealthServicer, names: Sequence[str], status: int) -> None:
+async def _say(servicer: health.HealthServicer, names: Sequence[str], status: int) -> None:
     for name in names:
-        await told.set(name, status)
+        await servicer.set(name, status)
 
 
-def _health_server(told: health.HealthServicer, config: PickerConfig) -> grpc.aio.Server | None:
+def _health_server(servicer: health.HealthServicer, config: PickerConfig) -> grpc.aio.Server | None:
     """Return a health server on a separate port without TLS, since kubelets cannot use TLS; None if not configured."""
     if config.grpc_health_port is None:
         return None
     server = grpc.aio.server(options=CONNECTIONS)
-    add_HealthServicer_to_server(told, server)
+    add_HealthServicer_to_server(servicer, server)
     address = host_and_port(config.host, config.grpc_health_port)
     try:
         server.add_insecure_port(address)

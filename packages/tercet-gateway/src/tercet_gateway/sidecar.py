@@ -231,8 +231,8 @@ class Proxy:
         shown = {name: value for name in SHOWN if (value := http.header(name)) is not None} | {"x-request-id": seq_id}
         call = SplitCall(http.path, body.content, fields, shown, request_id, seq_id)
         async with AsyncExitStack() as held:
-            told = {"url.path": http.path, "tercet.seq_id": seq_id, "tercet.prefillers": [*hosts]}
-            with span_of("prefill", told, "server") as place:
+            attributes = {"url.path": http.path, "tercet.seq_id": seq_id, "tercet.prefillers": [*hosts]}
+            with span_of("prefill", attributes, "server") as place:
                 shown |= {} if place is None else place.headers()
                 prepared = await held.enter_async_context(self._connector.prefilled(call, hosts, traces[0]))
             await self._forward(http, answer, prepared, held)

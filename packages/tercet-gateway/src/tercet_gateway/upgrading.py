@@ -105,20 +105,20 @@ Backends = Mapping[str, Mapping[str, Any]]
 
 
 class Upgrade:
-    """A shift of requests from the router at ``old`` to the router at ``new``; ``told`` receives a line for each step.
+    """A shift of requests from the router at ``old`` to the router at ``new``; ``on_step`` gets a line for each step.
 
     ``url`` is the model router, and ``key`` its admin key. A fleet is drained for at most ``drain_s`` seconds.
     """
 
     def __init__(
-        self, url: str, key: str, old: str, new: str, plan: RolloutPlan, drain_s: float, told: Callable[[str], None]
+        self, url: str, key: str, old: str, new: str, plan: RolloutPlan, drain_s: float, on_step: Callable[[str], None]
     ) -> None:
         self._url = url
         self._key = key
         self._old, self._new = old.rstrip("/"), new.rstrip("/")
         self._plan = plan
         self._drain_s = drain_s
-        self._told = told
+        self._on_step = on_step
         self._weight = 1.0
         self.rollout = Rollout(plan)
 
@@ -173,7 +173,7 @@ class Upgrade:
                 share, why = self.rollout.share, f": {self.rollout.why}" if self.rollout.why else ""
                 # The share of other routers of the same model does not change.
                 await self._change({self._old: self._weight * (1 - share), self._new: self._weight * share})
-                self._told(f"{self._new} has {share:.0%} of the requests, {self._old} {1 - share:.0%}{why}")
+                self._on_step(f"{self._new} has {share:.0%} of the requests, {self._old} {1 - share:.0%}{why}")
             if self.rollout.state == "shifting":
                 await asyncio.sleep(min(LOOK_SECONDS, self._plan.hold_s))
 
@@ -184,7 +184,7 @@ class Upgrade:
         """
         other = self._new if url == self._old else self._old
         if other not in await self._backends():
-            self._told(f"{url} keeps its requests: another command removed {other} from the model router")
+            self._on_step(f"{url} keeps its requests: another command removed {other} from the model router")
             return
         there = await self._change({url: 0.0, other: self._weight})
         empty, said = 0, -1
@@ -194,7 +194,7 @@ class Upgrade:
                     left = there[url]["in_flight"]
                     empty = 0 if left else empty + 1
                     if left != said:
-                        self._told(f"{url}: {left} requests left")
+                        self._on_step(f"{url}: {left} requests left")
                         said = left
                     await asyncio.sleep(LOOK_SECONDS)
                     there = await self._backends()

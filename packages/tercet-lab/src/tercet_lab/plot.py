@@ -130,14 +130,14 @@ def _marks(given: Runs | Grid, x: str | None = None) -> list[_Mark]:
 
 def _labels_of(given: Sequence[One], runs: Sequence[Run]) -> list[str]:
     """Return a label for each run: what differs between the experiments, or the name of the file."""
-    told = list[list[str]]()  # the program, the fleet and the policies of each run; nothing if they are unknown
+    described = list[list[str]]()  # the program, the fleet and the policies of each run; nothing if they are unknown
     for run in runs:
         moving: dict[str, Any] = run.about.get("moving") or {}
         policies: list[str] = moving.get("reschedule") or []
-        told.append([str(each) for each in (run.about.get("program"), run.about.get("fleet"), *policies) if each])
-    common = set(told[0]).intersection(*told) if told else set[str]()
+        described.append([str(each) for each in (run.about.get("program"), run.about.get("fleet"), *policies) if each])
+    common = set(described[0]).intersection(*described) if described else set[str]()
     found = list[str]()
-    for number, (one, parts) in enumerate(zip(given, told, strict=True), 1):
+    for number, (one, parts) in enumerate(zip(given, described, strict=True), 1):
         if parts:
             found.append(", ".join([each for each in parts if each not in common] or parts[:1]))
         else:
@@ -495,9 +495,9 @@ def plot_sweep(report: SweepReport, file: Path) -> None:
 def _sweep_footer(report: SweepReport, undrawn: int) -> Iterator[str]:
     seeds = len(report.seeds)
     requests = report.arguments["workload"].get("requests")
-    told = [f"labels: {', '.join(report.arguments['over'])}", "simulated"]
-    told += [f"n = {requests} requests" + (f" x {seeds} seeds" if seeds > 1 else "")] if requests else []
-    yield " · ".join((*told, f"Tercet {report.version}"))
+    parts = [f"labels: {', '.join(report.arguments['over'])}", "simulated"]
+    parts += [f"n = {requests} requests" + (f" x {seeds} seeds" if seeds > 1 else "")] if requests else []
+    yield " · ".join((*parts, f"Tercet {report.version}"))
     if seeds > 1:
         tested = f"{report.comparisons} comparisons, Holm-corrected"
         yield f"Bars: 95% intervals over seeds. Settings are compared seed by seed: {tested}."

@@ -39,7 +39,7 @@ from tercet.router.serve.routing import NamedFiles
 from tercet.router.serve.service import RequestRun, Service
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.shared_state import SharedState
-from tercet.router.workers import Shared, listening_socket, tell_ready
+from tercet.router.workers import Shared, listening_socket, log_ready
 from tercet.settings import RouterConfig
 from tercet.wire.serving.answers import error_headers
 from tercet.wire.serving.http_server import server_of
@@ -384,7 +384,7 @@ async def serve_small(
         heed_signals()  # after the server has begun, which heeds signals itself
         await shutdown.run(gate.close, service.give_up)
 
-    ready = partial(tell_ready, config) if shared is None else shared.serving
+    ready = partial(log_ready, config) if shared is None else shared.serving
     own = config.admin_address if shared is None or not shared.index else None
     with listening_socket(config) if shared is None else nullcontext(shared.listening) as sock:
         async with admin_served(app, own):

@@ -72,7 +72,7 @@ class Forecasting(Protocol):
     ) -> Forecast | None: ...
 
 
-def tells_enough(now: float, since: float, arrivals: Sequence[ObservedRequest]) -> bool:
+def is_enough(now: float, since: float, arrivals: Sequence[ObservedRequest]) -> bool:
     """True if the traffic is enough for a plan: :data:`SETTLED_S` seconds, or many requests and most answers.
 
     For the latter, :data:`FEWEST_FIRST` requests came, and of those in the earlier half of the time most have ended.

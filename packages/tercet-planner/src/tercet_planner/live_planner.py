@@ -533,10 +533,10 @@ class LivePlanner:
         pause = policy.pause_s(interval) if isinstance(policy, Planner) else interval
         self._plan_at = now + max(pause, took / self._config.planner_cpu)
         self._metrics.planned(policy, wanted, took)
-        told = f"{wanted.plan}: {wanted.reason}"
+        line = f"{wanted.plan}: {wanted.reason}"
         if (will := wanted.expected) is not None:
-            told += f"; expected: {will.attainment:.1%} within the objectives, P99 TTFT {will.ttft_p99:.2f} s"
-        logger.info("%s; %.1f s of CPU", told, took)
+            line += f"; expected: {will.attainment:.1%} within the objectives, P99 TTFT {will.ttft_p99:.2f} s"
+        logger.info("%s; %.1f s of CPU", line, took)
         if isinstance(policy, Planner) and len(policy.verdicts) > 1 and policy.verdicts[-2].came is not None:
             before = policy.verdicts[-2]
             expected = "not known" if before.expected is None else f"{before.expected.attainment:.1%}"

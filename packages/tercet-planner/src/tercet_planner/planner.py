@@ -28,7 +28,7 @@ from tercet.decisions.planning import (
 )
 from tercet.decisions.roles import BUSY_FULL, RoleController, idlest
 from tercet.protocol import Role, TercetError
-from tercet_planner.forecast import BIN_S, Forecast, Forecaster, Forecasting, tells_enough
+from tercet_planner.forecast import BIN_S, Forecast, Forecaster, Forecasting, is_enough
 
 
 @dataclass(frozen=True)
@@ -371,7 +371,7 @@ class Planner:
         now, plan = observed.now, observed.plan
         completed = answers_completed(observed.arrivals, seed=round(now))
         forecast = self.forecaster.look(now, observed.since, completed, self._ahead_s)
-        self.forecast = forecast = forecast if tells_enough(now, observed.since, observed.arrivals) else None
+        self.forecast = forecast = forecast if is_enough(now, observed.since, observed.arrivals) else None
         if forecast is None:
             return WantedPlan(plan, "too little traffic was seen for a forecast")
         largest = self._largest_load(now, forecast.rate)

@@ -255,7 +255,7 @@ class Costs:
         self.model = CostModel()
         self.clock = clock
         # What a request says about the length of its answer. Simulations replace it: they may know more than its limit.
-        self.length_told: Callable[[Request], int | None] = max_tokens_of
+        self.known_length: Callable[[Request], int | None] = max_tokens_of
         self.pulls = Pulls(self.model, random)
         self._random = random
         self._works: dict[str, EngineWork] = {}
@@ -298,7 +298,7 @@ class Costs:
         """
         self._watches = True
         now = self.clock()
-        wanted = RouteRequest(request.num_tokens, self.model.output_of(self.length_told(request)), targets)
+        wanted = RouteRequest(request.num_tokens, self.model.output_of(self.known_length(request)), targets)
         if len(names) > CLOSEST:  # a full estimate of those with the least work, or with most of the prompt
             idlest = heapq.nsmallest(CLOSEST, names, key=lambda name: self.work(name).backlog)
             holders = heapq.nlargest(CLOSEST // 2, matched, key=matched.__getitem__)
@@ -382,7 +382,7 @@ class Costs:
         cached = max(begin, min(matched, end - 1))
         missing = max(0, end - cached)
         seconds = self.model.prefill(missing, cached) if missing else 0.0
-        return Job(missing, cached, seconds=seconds, max_tokens=self.length_told(request))
+        return Job(missing, cached, seconds=seconds, max_tokens=self.known_length(request))
 
     # ---- watching --------------------------------------------------------------------------------------------
 

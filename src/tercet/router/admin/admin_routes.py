@@ -29,7 +29,7 @@ from tercet.programs import migrate_context
 from tercet.protocol import BadRequest, Forbidden, Role, TercetError, UnknownSequence
 from tercet.protocol.access import require_digest
 from tercet.protocol.content import MultiModalFeatures
-from tercet.protocol.engine import TellsLeases
+from tercet.protocol.engine import ReportsLeases
 from tercet.protocol.headers import BEHIND_HEADER
 from tercet.protocol.names import require_text
 from tercet.protocol.spans import LeaseReport
@@ -334,7 +334,7 @@ LEASES_SECONDS = 1.0
 async def _leases(fleet: EngineFleet, trace: RequestTrace) -> list[LeaseReport]:
     """Return the lives of the request's leases, in order, as engines tell them that answer in time."""
 
-    async def told(engine: TellsLeases, name: str, seq_id: str) -> list[LeaseReport]:
+    async def leases_of(engine: ReportsLeases, name: str, seq_id: str) -> list[LeaseReport]:
         with suppress(TercetError, TimeoutError):  # it is gone, or an engine that tells no stories
             async with asyncio.timeout(LEASES_SECONDS):
                 return [msgspec.structs.replace(each, engine=name) for each in await engine.lease_stories(seq_id)]
@@ -347,9 +347,9 @@ async def _leases(fleet: EngineFleet, trace: RequestTrace) -> list[LeaseReport]:
         for event in (*sequence.events, *sequence.failed)
         if event.verb == "prep_recv"
     )
-    able = [(engine, *each) for each in asked if isinstance(engine := engines.get(each[0]), TellsLeases)]
+    able = [(engine, *each) for each in asked if isinstance(engine := engines.get(each[0]), ReportsLeases)]
     # At once: a frozen engine then costs one timeout, and not one for each lease.
-    found = await asyncio.gather(*(told(*each) for each in able))
+    found = await asyncio.gather(*(leases_of(*each) for each in able))
     return sorted((report for reports in found for report in reports), key=lambda each: each.at)
 
 
@@ -440,7 +440,7 @@ async def planner(request: Request) -> Response:
 @routes.put("/planner")
 async def report(request: Request) -> Response:
     """Store a planner's report of its last plans; the body is a `PlannerReport`."""
-    await shared_of(request).planner.tell(decode_call(await request.body(), PlannerReport))
+    await shared_of(request).planner.store(decode_call(await request.body(), PlannerReport))
     return json_answer({})
 
 
@@ -608,7 +608,7 @@ async def unload_adapter(request: Request, name: str) -> Response:
 
 
 async def _serve_adapter(request: Request, name: str, path: str, replaces: bool) -> Response:
-    # A request names its adapter as its model: equal names could not be told apart.
+    # A request names its adapter as its model: equal names could not be leases_of apart.
     if name in request.app.state.tercet_models:
         raise BadRequest(f"name: {name!r} is a name of the base model; choose another name for the adapter", "name")
     of_fleet = shared_of(request).adapters

@@ -255,17 +255,17 @@ _OTHERS = ("bytes", "chunks", "transport", "to")
 def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
     """Yield the span of a request at ``place``, and below it admission, picks, calls, first tokens, retries, moves."""
     at = int(trace.at * NANOSECONDS)
-    told = request_attributes(trace.path, trace.model, trace.request_id)
-    told |= {"gen_ai.request.stream": trace.stream, "tercet.outcome": trace.outcome}
+    attributes = request_attributes(trace.path, trace.model, trace.request_id)
+    attributes |= {"gen_ai.request.stream": trace.stream, "tercet.outcome": trace.outcome}
     if trace.sequences:
-        told["gen_ai.usage.input_tokens"] = sum(each.prompt_tokens for each in trace.sequences)
-        told["gen_ai.usage.output_tokens"] = sum(each.output_tokens for each in trace.sequences)
-        told["tercet.program"] = trace.sequences[0].program
+        attributes["gen_ai.usage.input_tokens"] = sum(each.prompt_tokens for each in trace.sequences)
+        attributes["gen_ai.usage.output_tokens"] = sum(each.output_tokens for each in trace.sequences)
+        attributes["tercet.program"] = trace.sequences[0].program
         if (ttft := trace.sequences[0].ttft) is not None:
-            told["tercet.ttft"] = ttft
+            attributes["tercet.ttft"] = ttft
     # Times of events are relative to their sequence, and those of sequences to the request.
     error, ended = "" if trace.outcome in (SERVED, RUNNING) else trace.outcome, at + _ns(trace.seconds)
-    yield Span(f"POST {trace.path}", place, trace.parent, at, ended, "server", told, (), error, trace.reason)
+    yield Span(f"POST {trace.path}", place, trace.parent, at, ended, "server", attributes, (), error, trace.reason)
     if trace.waited >= LEAST_WAIT_S:
         yield Span("admission", place.child(), place.span_id, at, at + _ns(trace.waited))
     for sequence in trace.sequences:
@@ -274,17 +274,17 @@ def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
         for pick in sequence.picks:
             if not pick.scores:  # a pick by turns: the span of its call names the engine
                 continue
-            picked, told = begin + _ns(pick.at), {**named, "tercet.role": pick.role, "tercet.picker": pick.by}
-            told |= {"tercet.engine": pick.engine}
-            told |= {f"tercet.score.{name}": score for name, score in pick.scores.items()}
-            told |= {f"tercet.scorer.{name}": score for name, score in pick.parts.items()}
+            picked, attributes = begin + _ns(pick.at), {**named, "tercet.role": pick.role, "tercet.picker": pick.by}
+            attributes |= {"tercet.engine": pick.engine}
+            attributes |= {f"tercet.score.{name}": score for name, score in pick.scores.items()}
+            attributes |= {f"tercet.scorer.{name}": score for name, score in pick.parts.items()}
             if pick.predicted is not None:
-                told["tercet.tokens.predicted"] = pick.predicted
-            yield Span("pick", place.child(), place.span_id, picked, picked, attributes=told)
+                attributes["tercet.tokens.predicted"] = pick.predicted
+            yield Span("pick", place.child(), place.span_id, picked, picked, attributes=attributes)
         for event in sequence.events:
             if event.verb in (FALLBACK, RETRY):
                 at = begin + _ns(event.at)
-                told = {**named, "tercet.engine": event.engine, "tercet.tokens.end": event.end}
+                attributes = {**named, "tercet.engine": event.engine, "tercet.tokens.end": event.end}
                 # A link to its cause: the last failed call of the engine at fault before it.
                 failed = [
                     call for call in (*sequence.failed, *sequence.events)
@@ -292,8 +292,8 @@ def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
                 ]  # fmt: skip
                 links = [_of_trace(place, call) for call in sorted(failed, key=lambda call: call.at)[-1:]]
                 yield Span(
-                    event.verb, place.child(), place.span_id, at, at, "internal", told, links, event.code or event.verb,
-                    event.reason,
+                    event.verb, place.child(), place.span_id, at, at, "internal", attributes, links,
+                    event.code or event.verb, event.reason,
                 )  # fmt: skip
                 continue
             call = _call(event, sequence, place, begin, named)
@@ -319,17 +319,17 @@ def _call(event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin:
     """Return the span of a verb or a move; a send is linked to the reservation on the other engine that it filled."""
     at = begin + _ns(event.at)
     own = SpanContext(place.trace_id, event.span or new_span_id(), place.sampled, place.state)
-    told: dict[str, Any] = {**named, "tercet.verb": event.verb, "tercet.engine": event.engine}
-    told |= {f"tercet.tokens.{name}": found for name in _COUNTS if (found := getattr(event, name))}
-    told |= {f"tercet.{name}": found for name in _OTHERS if (found := getattr(event, name))}
+    attributes: dict[str, Any] = {**named, "tercet.verb": event.verb, "tercet.engine": event.engine}
+    attributes |= {f"tercet.tokens.{name}": found for name in _COUNTS if (found := getattr(event, name))}
+    attributes |= {f"tercet.{name}": found for name in _OTHERS if (found := getattr(event, name))}
     if event.predicted is not None:
-        told["tercet.tokens.predicted"] = event.predicted
+        attributes["tercet.tokens.predicted"] = event.predicted
     if event.verb == "move":
-        told |= {"tercet.move.reason": event.reason, "tercet.move.outcome": event.outcome}
+        attributes |= {"tercet.move.reason": event.reason, "tercet.move.outcome": event.outcome}
         if event.pause is not None:
-            told["tercet.move.pause"] = event.pause
+            attributes["tercet.move.pause"] = event.pause
         stages = next((move.stages for move in sequence.moves if move.number == event.number), ())
-        told["tercet.move.stages"] = [f"{stage.begin}-{stage.end}" for stage in stages]
+        attributes["tercet.move.stages"] = [f"{stage.begin}-{stage.end}" for stage in stages]
     # A send and the reservation that it fills are calls of one program, so neither is the other's parent.
     links = [
         _of_trace(place, other)
@@ -340,7 +340,7 @@ def _call(event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin:
     error = event.code or ("" if event.verb != "move" or event.outcome == "moved" else event.outcome)
     return Span(
         event.verb, own, event.parent or place.span_id, at, ended, "internal" if event.verb == "move" else "client",
-        told, links, error, event.reason if error else "",
+        attributes, links, error, event.reason if error else "",
     )  # fmt: skip
 
 

@@ -209,9 +209,9 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         member = self._member(name)
         return self._with(member, msgspec.structs.replace(member, draining=draining))
 
-    def with_found(self, found: Sequence[FoundEngine], told: Mapping[str, MemberRole]) -> FleetState:
+    def with_found(self, found: Sequence[FoundEngine], reported: Mapping[str, MemberRole]) -> FleetState:
         """Return the state with the engines ``found``; see :func:`tercet.fleet.discovery.with_found`."""
-        members = with_found(self.members, found, told)
+        members = with_found(self.members, found, reported)
         return self if members == self.members else msgspec.structs.replace(self, members=members)
 
     def _with(self, member: MemberState, changed: MemberState) -> FleetState:

@@ -81,7 +81,7 @@ class Followers:
         self._known: dict[str, list[Any]] = {}
         self._directory = Path(f"{path}.followers")
         self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._told: FollowerReport | None = None
+        self._written: FollowerReport | None = None
         self._alive: int | None = self._enter()
 
     def _enter(self) -> int:
@@ -98,7 +98,7 @@ class Followers:
             raise
         return alive
 
-    def tell(self, report: FollowerReport) -> None:
+    def write(self, report: FollowerReport) -> None:
         """Write the report of this process for the others; files that were removed are written again.
 
         Raises ``OSError`` if a file cannot be written.
@@ -107,11 +107,11 @@ class Followers:
             return
         # It was removed: without this file others take the process for a dead one, and do not wait for it.
         if not (self._directory / (self.name + ALIVE)).exists():
-            before, self._alive, self._told = self._alive, self._enter(), None
+            before, self._alive, self._written = self._alive, self._enter(), None
             os.close(before)
-        if report != self._told:
+        if report != self._written:
             write_whole(self._directory / (self.name + REPORT), msgspec.json.encode(report))
-            self._told = report
+            self._written = report
 
     def others(self) -> list[FollowerReport]:
         """Return the reports of the other live processes; a process that has not reported yet is left out."""
@@ -285,7 +285,7 @@ class ProcessReports:
         line_of: Callable[[Any], PrefillLine] = partial(prefill_line, fleet) if planned else lambda _: PrefillLine()
         return {each.name: EngineReport(each.in_flight, each.reachable, line_of(each)) for each in fleet.members}
 
-    async def tell(self) -> None:
+    async def publish(self) -> None:
         """Write this process's report; a failed write is logged once and retried later."""
         try:
             self.written(await self._shared.filed(self.write, self.own()))
@@ -295,7 +295,7 @@ class ProcessReports:
     def write(self, report: FollowerReport) -> OSError | None:
         """Write a report; return the error if that failed. Call it in the file thread."""
         try:
-            self._followers.tell(report)
+            self._followers.write(report)
         except OSError as error:
             return error
         return None

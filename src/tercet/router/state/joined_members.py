@@ -98,14 +98,14 @@ RETRY_DELAY_S = 1.0
 
 async def follow_found(state: SharedState, discovery: Discovery) -> None:
     """Keep the state's members equal to the engines found and those that an operator named, until cancelled."""
-    told: dict[str, MemberRole] = {}
+    reported: dict[str, MemberRole] = {}
     logger.info("engines: following %s", discovery.source)
     async with aclosing(discovery.changes()) as changes:
         async for found in changes:
             while True:
                 try:
                     await state.change(
-                        lambda now, found=found, told=told: now.with_found(found, told),
+                        lambda now, found=found, reported=reported: now.with_found(found, reported),
                         f"reported by {discovery.source}",
                     )
                     break
@@ -113,4 +113,4 @@ async def follow_found(state: SharedState, discovery: Discovery) -> None:
                     logger.error("cannot store the engines found; members stay unchanged: %s", error.message)
                     await asyncio.sleep(RETRY_DELAY_S)
             # A role that discovery has not changed since stays as operators set it.
-            told = roles_of(found)
+            reported = roles_of(found)

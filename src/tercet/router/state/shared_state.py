@@ -52,7 +52,7 @@ class PlannerReports:
         self._path = Path(f"{path}.planner")
         self._files = files
 
-    async def tell(self, report: PlannerReport) -> None:
+    async def store(self, report: PlannerReport) -> None:
         """Store the newest report; raise :class:`~tercet.protocol.EngineError` if it cannot be written."""
         try:
             await self._files.run(write_whole, self._path, msgspec.json.encode(report))
@@ -87,10 +87,10 @@ def changes_with_reasons(before: FleetState, after: FleetState, otherwise: str) 
     A setting that was changed and changed back occurs twice.
     """
     made = [each for each in after.changes if each.version > before.version]
-    told = [(Change(_CHANGES[each.event], each.fields), each.reason) for each in made if each.event in _CHANGES]
-    known = [change for change, _ in told]
-    untold = (each for each in changes(before, after) if each._replace(reason="") not in known)
-    return [*told, *((each, each.reason or otherwise) for each in untold)]
+    recorded = [(Change(_CHANGES[each.event], each.fields), each.reason) for each in made if each.event in _CHANGES]
+    known = [change for change, _ in recorded]
+    unrecorded = (each for each in changes(before, after) if each._replace(reason="") not in known)
+    return [*recorded, *((each, each.reason or otherwise) for each in unrecorded)]
 
 
 def changes(before: FleetState, after: FleetState) -> Iterator[Change]:
@@ -219,7 +219,7 @@ class SharedState:
     async def serving(self) -> None:
         """Mark this process as serving: later changes wait for it, and it applies all earlier ones here."""
         self.reports.serving = True
-        await self.reports.tell()
+        await self.reports.publish()
         await self._catch_up(LoadedCode())
         self._metrics.workers.set(1)
 
@@ -229,7 +229,7 @@ class SharedState:
         while True:
             await asyncio.sleep(ALONE_POLL_INTERVAL_S if is_alone else POLL_INTERVAL_S)
             try:
-                stamp, unwritten, is_alone = await self.filed(self._look_and_tell, self.reports.own())
+                stamp, unwritten, is_alone = await self.filed(self._look_and_report, self.reports.own())
             except EngineError as error:
                 # Log once that a state cannot be read; the last good state stays in use.
                 if self.reports.failure != error.message:
@@ -247,7 +247,7 @@ class SharedState:
     async def _others(self) -> Sequence[str]:
         return await self.filed(self._followers.names_of_others)
 
-    def _look_and_tell(self, report: FollowerReport) -> tuple[object, OSError | None, bool]:
+    def _look_and_report(self, report: FollowerReport) -> tuple[object, OSError | None, bool]:
         """Return the stamp of the stored state, the error of writing ``report``, and whether no other process follows.
 
         It is one call, because each wakes two threads.
@@ -279,7 +279,7 @@ class SharedState:
                 self.reports.failure = reason
                 logs.STATE_REFUSED.tell(version=self.state.version, reason=reason)
             self._metrics.fleet_state(self.state.version, bool(self.reports.failure))
-            await self.reports.tell()
+            await self.reports.publish()
 
     async def _update(self, change: Callable[[FleetState], FleetState]) -> FleetState:
         """Change the stored state; if it was lost or put back, continue from the newest state that was read."""
@@ -322,7 +322,7 @@ class SharedState:
                 event.tell(**fields, reason=reason)
         self.state, self.found, self.reports.failure = state, state, ""
         self._metrics.fleet_state(state.version, False)
-        await self.reports.tell()
+        await self.reports.publish()
 
     async def _apply_members(self, state: FleetState, from_scratch: bool) -> None:
         # A member that joins later is not picked before it has answered the look below. At the start the members

@@ -5,7 +5,7 @@ cores that compute. It ends when the worker ends for any reason, since their cha
 
     API server ── control channel (ZeroMQ): leases, cancellations ──▶ Agent ══▶ agents of other ranks
                   ◀──────────────── reports: filled, sent ──────────    ▲
-    worker     ── AgentProcess.tell: "layer 7 is done" (SEQPACKET) ─────┘
+    worker     ── AgentProcess.send: "layer 7 is done" (SEQPACKET) ─────┘
 """
 
 from __future__ import annotations
@@ -341,7 +341,7 @@ class AgentProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def tell(self, note: StepNote) -> None:
+    def send(self, note: StepNote) -> None:
         """Send a note without waiting: notes that a stopped agent does not read are kept for it.
 
         Raises :class:`~tercet.protocol.EngineError` if the agent has ended, or has not read for far too long.
@@ -374,7 +374,7 @@ class AgentProcess:
         # This thread ends with the backlog, so that normally a note wakes no further thread.
         writable = select.poll()
         writable.register(self._channel, select.POLLOUT)
-        with suppress(OSError):  # the agent, or the channel, has ended: the next ``tell`` raises
+        with suppress(OSError):  # the agent, or the channel, has ended: the next ``send`` raises
             while True:
                 writable.poll()
                 with self._lock:

@@ -64,7 +64,7 @@ def failure_of(output: Any) -> StructureRefused | StructureUntried | None:
     return StructureUntried(said.removeprefix(UNTRIED)) if said.startswith(UNTRIED) else None
 
 
-def tell_failures() -> None:
+def end_with_failures() -> None:
     """Make the requests of this process end with these failures."""
     wrap(OutputProcessor, "process_outputs", _process)
 

@@ -72,7 +72,7 @@ class WorkerSide:
         self._step = metadata
         # Before the step computes: its first layer may be pushed as soon as it is done.
         if metadata.opened or metadata.pushes:
-            self._agent.tell(StepBegins(tuple(metadata.opened), tuple(metadata.pushes)))
+            self._agent.send(StepBegins(tuple(metadata.opened), tuple(metadata.pushes)))
         self._layers_of_step.begin(sum(len(push.blocks) for push in metadata.pushes) * self._layout.block_bytes)
 
     def save_layer(self, layer_name: str) -> None:
@@ -85,12 +85,12 @@ class WorkerSide:
         self._layers += 1  # a step that runs as one graph calls no layer's hook, but is also progress
         self._report_layers(self._layers_of_step.ended())
         if self._step.finish or self._step.pushes:
-            self._agent.tell(StepEnds(tuple(self._step.finish)))
+            self._agent.send(StepEnds(tuple(self._step.finish)))
         self._step = StepMetadata()
 
     def _report_layers(self, planes: tuple[int, ...]) -> None:
         if planes:
-            self._agent.tell(LayersDone(planes, None if self._device is None else self._device.computed()))
+            self._agent.send(LayersDone(planes, None if self._device is None else self._device.computed()))
 
     def close(self) -> None:
         if self._started is not None:

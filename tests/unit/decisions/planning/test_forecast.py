@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tercet.decisions.planning import ObservedRequest, answers_completed
-from tercet_planner.forecast import Forecast, Forecaster, tells_enough
+from tercet_planner.forecast import Forecast, Forecaster, is_enough
 
 
 def poisson(
@@ -126,4 +126,4 @@ def test_the_first_seconds_tell_enough_if_many_came_and_their_answers_ended(
     rate: float, ended: bool, now: float, enough: bool
 ) -> None:
     came = [replace(each, ended=ended or each.at > now / 2) for each in poisson(lambda _: rate, now)]
-    assert tells_enough(now, 0.0, came) is enough
+    assert is_enough(now, 0.0, came) is enough

@@ -236,7 +236,7 @@ async def test_a_planners_proposals_are_shown_below_a_prefix_and_with_a_key(tab:
     )  # fmt: skip
     report = PlannerReport(act="advise", planner="simulate", interval=60.0, margin=0.05, plans=plans)
     async with page_fleet(3, metrics, admin_key=ADMIN) as fleet, served(behind_a_prefix(fleet.app, "/a/b")) as url:
-        await fleet.shared.planner.tell(report)
+        await fleet.shared.planner.store(report)
         await tab.open(f"{url}/a/b/tercet")
         await tab.until("document.querySelector('#key-dialog').open")
         tab.problems.clear()

@@ -312,7 +312,7 @@ class Arena(ABC):
         self._note(f"{len(questions)} questions answered without faults; {len(schedule.faults)} faults follow")
         self._zero, program, retries = self._now(), await self._program(), await self._retries()
         meanwhile = [
-            asyncio.create_task(each) for each in (self._tell_progress(), self._note_moves(), self._watch_memory())
+            asyncio.create_task(each) for each in (self._log_progress(), self._note_moves(), self._watch_memory())
         ]
         coming = arrivals(self._load, questions, schedule.seed, schedule.seconds)
         async with asyncio.TaskGroup() as group:
@@ -379,7 +379,7 @@ class Arena(ABC):
         since = min(under_way) - 1 if under_way else max(self._moves, default=0)
         self._moves.update({move.number: move for move in await self._moves_since(since)})
 
-    async def _tell_progress(self) -> None:
+    async def _log_progress(self) -> None:
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
             known, clients = sum(fault.began is not None for fault in self._outcomes), self._clients

@@ -157,15 +157,15 @@ CHUNK = 64 * 1024
 class CuttableProxy:
     """A proxy from :attr:`port` (0: any free port) to ``host:target_port``. Use as an async context manager.
 
-    In all data, the first text of ``told`` is replaced by the second one, which has the same length: an engine thereby
+    In all data, the first text of ``replaced`` becomes the second one, which has the same length: an engine thereby
     gets another proxy's address to connect back to. The text must be within one write.
     """
 
-    def __init__(self, host: str, target_port: int, told: tuple[bytes, bytes], port: int = 0) -> None:
+    def __init__(self, host: str, target_port: int, replaced: tuple[bytes, bytes], port: int = 0) -> None:
         self.port = port
         self._host = host
         self._target_port = target_port
-        self._told = told
+        self._replaced = replaced
         self._passing = asyncio.Event()
         self._passing.set()
         self._connections = TaskSet()
@@ -220,7 +220,7 @@ class CuttableProxy:
         try:
             while data := await reader.read(CHUNK):
                 await self._passing.wait()
-                writer.write(data.replace(*self._told))
+                writer.write(data.replace(*self._replaced))
                 await writer.drain()
         except OSError:
             writer.transport.abort()
@@ -348,7 +348,7 @@ async def running_fleet(
     Raise :class:`~tercet.cluster.child_process.StartFailed` if a process does not become ready.
     """
 
-    def tell(name: str, state: str) -> None:
+    def on_event(name: str, state: str) -> None:
         note(f"{name}: {state}")
 
     library = await asyncio.to_thread(build, log_dir) if can_be_built() else None
@@ -360,12 +360,12 @@ async def running_fleet(
             clock = None
             if library is not None:
                 clock = stack.enter_context(WrongClock(library, log_dir / f"{spec.name}.clock"))
-            engine = engines[spec.name] = RealEngine(spec, role, log_dir, clock, tell)
+            engine = engines[spec.name] = RealEngine(spec, role, log_dir, clock, on_event)
             stack.push_async_callback(engine.stop)
             (back_port,) = free_ports(ENGINE_HOST, 1)
-            told = (f"{ENGINE_HOST}:{stream_port}".encode(), f"{ENGINE_HOST}:{back_port}".encode())
-            back = await stack.enter_async_context(CuttableProxy(ENGINE_HOST, stream_port, told, back_port))
-            forth = await stack.enter_async_context(CuttableProxy(ENGINE_HOST, spec.port, told))
+            address = (f"{ENGINE_HOST}:{stream_port}".encode(), f"{ENGINE_HOST}:{back_port}".encode())
+            back = await stack.enter_async_context(CuttableProxy(ENGINE_HOST, stream_port, address, back_port))
+            forth = await stack.enter_async_context(CuttableProxy(ENGINE_HOST, spec.port, address))
             engine.proxies = (forth, back)
         processes = {name: await engine.launch() for name, engine in engines.items()}
         known = [
@@ -380,8 +380,8 @@ async def running_fleet(
 
         async with asyncio.TaskGroup() as group:
             for name, engine in engines.items():
-                group.create_task(until_ready(processes[name], engine.url, tell))
-            group.create_task(until_ready(router, url, tell))
+                group.create_task(until_ready(processes[name], engine.url, on_event))
+            group.create_task(until_ready(router, url, on_event))
         for engine in engines.values():
             engine.is_up = True
         yield RealFleet(url, engines, router, log_dir)

@@ -247,8 +247,8 @@ class EngineUnderTest:
     ) -> AsyncGenerator[tuple[str, aiohttp.ClientResponse]]:
         method = "GET" if body is None else "POST"
         data = None if body is None else body if isinstance(body, bytes) else msgspec.json.encode(body)
-        told = " ".join(f"{name}: {value}" for name, value in headers.items() if name != "authorization")
-        sent = f"{method} {self.url}{API_PREFIX}/{verb} {told} {shown(data or b'')}".replace("  ", " ").rstrip()
+        listed = " ".join(f"{name}: {value}" for name, value in headers.items() if name != "authorization")
+        sent = f"{method} {self.url}{API_PREFIX}/{verb} {listed} {shown(data or b'')}".replace("  ", " ").rstrip()
         given = {"accept-encoding": "identity", "content-type": JSON, **headers}
         if body is None:
             del given["content-type"]

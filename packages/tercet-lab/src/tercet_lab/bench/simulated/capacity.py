@@ -49,8 +49,8 @@ class Capacity:
         return found
 
     def __str__(self) -> str:
-        told = "" if self.interval is None else f" (95% interval {self.interval[0]:.3g} to {self.interval[1]:.3g})"
-        return f"{self.rate:.3g} requests/s{told} at an attainment of {self.attainment:g}, {len(self.runs)} runs"
+        interval = "" if self.interval is None else f" (95% interval {self.interval[0]:.3g} to {self.interval[1]:.3g})"
+        return f"{self.rate:.3g} requests/s{interval} at an attainment of {self.attainment:g}, {len(self.runs)} runs"
 
 
 def capacity_of(
@@ -109,7 +109,7 @@ class _Search:
             run = self._experiment.at(rate).run()
             self._runs.append(run)
             self._shares[rate] = (run.attainment or 0.0) - self._wanted
-            self._note(f"seed {self._experiment.seed}: {self._told(rate)}")
+            self._note(f"seed {self._experiment.seed}: {self._share_at(rate)}")
         return self._shares[rate]
 
     def around(self, low: float, high: float) -> tuple[float, float]:
@@ -119,19 +119,19 @@ class _Search:
         for _ in range(MOST_STEPS):
             if self._above(low) >= 0:
                 break
-            refuse(low == least, "low", f"{self._told(low)}; give a lower one, or looser limits")
+            refuse(low == least, "low", f"{self._share_at(low)}; give a lower one, or looser limits")
             low, high = max(low / 2, least or 0.0), low
         else:
-            raise BadRequest(f"slo: {self._told(low)}; give looser limits", "slo")
+            raise BadRequest(f"slo: {self._share_at(low)}; give looser limits", "slo")
         high = max(low, high)
         for _ in range(MOST_STEPS):
             if self._above(high) < 0:
                 return low, high
-            refuse(high == most, "high", f"{self._told(high)}; give a higher one, or tighter limits")
+            refuse(high == most, "high", f"{self._share_at(high)}; give a higher one, or tighter limits")
             low, high = high, min(high * 2, most or math.inf)
-        raise BadRequest(f"work: {self._told(high)}; give more requests, or tighter limits", "work")
+        raise BadRequest(f"work: {self._share_at(high)}; give more requests, or tighter limits", "work")
 
-    def _told(self, rate: float) -> str:
+    def _share_at(self, rate: float) -> str:
         share = self._above(rate) + self._wanted
         return f"{share:.1%} of the requests meet the limits at {rate:.4g} requests/s"
 

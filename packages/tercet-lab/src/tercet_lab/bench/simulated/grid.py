@@ -544,9 +544,9 @@ def grid_of(
 
     def keep(index: int, requests: Requests) -> None:
         settings, experiment = cells[index // seeds][0], experiments[index]
-        told: dict[str, Any] = {columns[name]: in_words(value) for name, value in settings.items()}
-        told |= {name: float(value) for name, value in told.items() if rows.columns[name] != "text"}
-        add_records(rows, requests, experiment.name, experiment.work.rate, experiment.seed, settings=told)
+        cells_of_axes: dict[str, Any] = {columns[name]: in_words(value) for name, value in settings.items()}
+        cells_of_axes |= {name: float(value) for name, value in cells_of_axes.items() if rows.columns[name] != "text"}
+        add_records(rows, requests, experiment.name, experiment.work.rate, experiment.seed, settings=cells_of_axes)
 
     points = run_all(experiments, jobs, cached, note, begin, None if records is None else keep)
     if records is not None:

@@ -74,13 +74,13 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
         All other results are under ``sweep`` in its config.
         """
         arguments = dict(self.arguments)
-        told = {
+        content = {
             "kind": self.kind, "seeds": self.seeds, "x": self.x, "y": self.y, "trials": self.trials,
             "comparisons": self.comparisons, "slo": self.slo,
         }  # fmt: skip
         target = {"model": load_profile(arguments["profile"]).name} if "profile" in arguments else {}
         points = tuple(self._bench_point(trial) for trial in self.trials)
-        return bench_file({**arguments, "sweep": told}, self.seeds[0], self.version, target, points)
+        return bench_file({**arguments, "sweep": content}, self.seeds[0], self.version, target, points)
 
     def _bench_point(self, trial: Trial) -> Point:
         runs = [point.metrics() for point in trial.points]
@@ -174,7 +174,7 @@ class _Cell(msgspec.Struct, frozen=True):
     points: tuple[SimulatedPoint, ...]
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _SweepRecord(msgspec.Struct, frozen=True):
     seeds: tuple[int, ...]
     trials: tuple[_Cell, ...]
     slo: Slo | None = None
@@ -182,10 +182,10 @@ class _Told(msgspec.Struct, frozen=True):
 
 def grid_from(config: Mapping[str, Any]) -> Grid:
     """Return the grid of the config in a report's file; raise :class:`msgspec.ValidationError` for another one."""
-    told = msgspec.convert(config["sweep"], _Told)
+    record = msgspec.convert(config["sweep"], _SweepRecord)
     arguments = {name: value for name, value in config.items() if name != "sweep"}
-    settings, points = [each.settings for each in told.trials], [each.points for each in told.trials]
-    return Grid(settings, told.seeds, points, told.slo, arguments)
+    settings, points = [each.settings for each in record.trials], [each.points for each in record.trials]
+    return Grid(settings, record.seeds, points, record.slo, arguments)
 
 
 def headings(report: SweepReport) -> list[str]:

@@ -222,7 +222,7 @@ class Outcome:
             request.seq_id, request.session or "", turn_of(request.seq_id), self._class_of(request), phase,
             served.sent, served.sent, first, sequence.last_at if sequence is not None and ok else math.nan,
             served.ended, request.num_tokens, max(0, cached) if generated else math.nan, tokens, wanted,
-            math.nan if (told := predicted_tokens(request)) is None else told,
+            math.nan if (tokens := predicted_tokens(request)) is None else tokens,
             prefill, "" if sequence is None else sequence.engine, trace.program,
             0 if sequence is None else sequence.attempt, retries + fallbacks, fallbacks > 0,
             0 if sequence is None else sequence.moves, pause, served.preempted, sent,
@@ -328,7 +328,7 @@ def run_requests(
             built.service.fleet.scheduling = scheduling
         if predict_error is not None:
             built.predict = partial(with_prediction, error=predict_error, seed=seed)
-            built.service.fleet.costs.length_told = predicted_tokens
+            built.service.fleet.costs.known_length = predicted_tokens
         coming, outcome, paid = arrivals, Outcome(objectives=moving.objectives), PaidTime(built.engines)
         outcome.requests.limits = {each.name: slo_of_class(each) for each in moving.objectives.classes}
         if moving.objectives.classes and (follow_ups is None or not follow_ups.has_classes):
