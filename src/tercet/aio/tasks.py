@@ -43,7 +43,7 @@ class Failures:
         self._name = name
         self._logged = set[str]()
 
-    def tell(self, error: Exception) -> None:
+    def log(self, error: Exception) -> None:
         """Log the error unless it was logged since the task worked last."""
         text = f"{type(error).__name__}: {error}"[:LONGEST_LOGGED]
         # Errors may contain numbers that differ each time: the log must not grow with them.
@@ -75,7 +75,7 @@ async def repeat(work: Callable[[], Awaitable[object]], pause_s: float, name: st
         try:
             await work()
         except Exception as error:
-            failures.tell(error)
+            failures.log(error)
             _end_if_cancelled()
         else:
             failures.works()
@@ -98,7 +98,7 @@ async def keep_running(work: Callable[[], Awaitable[object]], name: str) -> None
             # It has worked in the meantime, so the same error is news.
             if loop.time() - began >= WELL_S:
                 failures = Failures(name)
-            failures.tell(error)
+            failures.log(error)
             _end_if_cancelled()
         await asyncio.sleep(AGAIN_S)
 

@@ -186,7 +186,7 @@ class _Part:
                 self._clock.answered(self.name)
                 logger.debug("the engine's %s: %s", self.name, error)
             except Exception as error:  # vLLM raises this for a core that has ended
-                self._failures.tell(error)
+                self._failures.log(error)
             if not current.done():
                 current.set_result(None)
             with suppress(TimeoutError):

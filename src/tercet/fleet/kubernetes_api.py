@@ -432,7 +432,7 @@ class Watch(Generic[ObjectT]):
             self._is_lost(reason_of(error))
             return self._next_pause()
         except Exception as error:  # discovery must continue after any error
-            self._failures.tell(error)
+            self._failures.log(error)
             self._mirror.void()
             return self._next_pause()
         # Without a pause this loop would ask as fast as the server refuses.

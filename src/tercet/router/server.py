@@ -142,14 +142,14 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
         with state_path(config) as path:
             shutdown = Shutdown(config.shutdown_timeout_s)
             traces = RequestTraces(config.trace_requests, service.moves.numbered, _export_spans)
-            tells = shared is None or not shared.index
+            logs_changes = shared is None or not shared.index
             # Where routers on several machines share the state; otherwise they share the file at `path`, if at all.
             store: StateStore | None = None
             if config.state_ray is not None:
                 store = provided(PARTS, "ray-state", "ray", "state-ray")(config.state_ray)
             elif config.state_configmap is not None:
                 store = configmap_store(access_of(config.discovery), config.state_configmap)
-            state = SharedState(path, membership, service, shutdown, tells, traces, store)
+            state = SharedState(path, membership, service, shutdown, logs_changes, traces, store)
             await _Router(config, shared, membership, pooling, path, state, shutdown, until_ended).run()
 
 
@@ -174,7 +174,7 @@ class _Router:
                 self.background.keep(partial(self.shared.follow_supervisor, self.shutdown.hurry), "supervisor")
             await self.state.start(FleetState.of(self.config))
             if self._engines_come_later:
-                if self.state.tells and self.config.discovery.is_wanted:
+                if self.state.logs_changes and self.config.discovery.is_wanted:
                     self.background.keep(lambda: follow_found(self.state, discovery_of(self.config.discovery)), "pods")
                 self.background.keep(self.state.follow, "state")
             # vLLM is imported while engines are still loading.
@@ -192,7 +192,7 @@ class _Router:
             # From now on each engine is checked against the model that clients know.
             self.membership.served_model, self.membership.on_replaced = model, self.state.replaced
             self.background.keep(self.membership.watch, "membership")
-            if self.state.tells:  # of several workers, one removes engines
+            if self.state.logs_changes:  # of several workers, one removes engines
                 gone = GoneEngines(asyncio.get_running_loop().time)
                 self.background.keep(partial(remove_gone, self.state, gone), "gone engines")
             self._start_deciding()

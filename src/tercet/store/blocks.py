@@ -291,7 +291,7 @@ class StoreBlocks:
         except FileNotFoundError:  # it has made room meanwhile, or others have deleted it
             pass
         except OSError as error:  # a timeout is one: the disk is stuck, and may come back
-            self._failures.tell(error)
+            self._failures.log(error)
             self.pool.give_back([slot])
             return
         # The file is damaged or gone. The prompt ends here for this caller, who computes the rest.
@@ -328,7 +328,7 @@ class StoreBlocks:
         except OSError as error:
             self._gone_from_disk(gone)
             unwritten.inc()
-            self._failures.tell(error)
+            self._failures.log(error)
         else:
             self._gone_from_disk(gone)
             self._failures.works()

@@ -137,7 +137,7 @@ async def test_changes_that_are_found_at_once_have_each_its_own_reason(
     router: LiveRouter, metrics: Metrics, programs: str, told: Told
 ) -> None:
     async with joined(router, metrics):
-        router.shared.tells = False
+        router.shared.logs_changes = False
         path = router.directory / "state.json"
         StateFile(path).update(because_of("one", lambda state: state.with_draining("d", True)), router.shared.state)
         StateFile(path).update(because_of("two", lambda state: state.with_draining("d", False)), router.shared.state)
@@ -167,7 +167,7 @@ async def test_of_several_workers_one_tells_what_all_of_them_do(
     router: LiveRouter, metrics: Metrics, told: Told
 ) -> None:
     async with joined(router, metrics) as other:
-        other.shared.tells = False
+        other.shared.logs_changes = False
         await router.shared.change(draining("d", True))
         assert other.fleet.member("d").draining
         assert len(told()) == 1

@@ -149,7 +149,7 @@ async def reload_on_change(shared: SharedState, every: float = EVERY_SECONDS) ->
         try:
             await using(reason=f"{names} has changed")
         except TercetError as error:
-            if shared.tells:
+            if shared.logs_changes:
                 RELOAD_REFUSED.tell(file=names, code=error.code, reason=error.message)
 
     while True:

@@ -193,7 +193,7 @@ class RoleKeeper:
                     await self._shared.change(lambda state: state.with_role_keeper(self._name))
                     return
                 except TercetError as error:
-                    self._failures.tell(error)
+                    self._failures.log(error)
             await asyncio.sleep(INTERVAL_S)
 
     async def _has_turn(self) -> bool:
@@ -202,9 +202,9 @@ class RoleKeeper:
             return await self._files.run(self._mine.take)
         except OSError as error:
             reason = error.strerror or "the file system does not answer"
-            self._failures.tell(EngineError(f"{self._mine.name}: {reason}"))
+            self._failures.log(EngineError(f"{self._mine.name}: {reason}"))
         except TercetError as error:
-            self._failures.tell(error)
+            self._failures.log(error)
         return False
 
     def _give_back(self) -> None:
@@ -222,7 +222,7 @@ class RoleKeeper:
             await self._files.run(self._say, roles)
             self._failures.works()
         except (TercetError, OSError) as error:
-            self._failures.tell(error)
+            self._failures.log(error)
         found, metrics = roles.last, self._shared.service.metrics
         if found is not None and found.pressures is not None:
             metrics.pressures(*found.pressures)

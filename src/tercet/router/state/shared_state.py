@@ -135,8 +135,8 @@ class SharedState:
     """The state at ``path``, applied to ``service`` and its fleet; ``state`` is the one in use. The caller closes it.
 
     With a ``store``, routers on several machines share the state there; ``path`` then only connects the processes of
-    one machine. ``tells`` is true if this process logs changes: of several workers, only one does. ``traces`` are those
-    of the requests that this process serves; ``reports`` are those of all processes that follow the state.
+    one machine. Of several workers, only one ``logs_changes``. ``traces`` are those of the requests that this process
+    serves; ``reports`` are those of all processes that follow the state.
     """
 
     def __init__(
@@ -145,12 +145,12 @@ class SharedState:
         membership: Membership,
         service: Service,
         shutdown: Shutdown | None = None,
-        tells: bool = True,
+        logs_changes: bool = True,
         traces: RequestTraces | None = None,
         store: StateStore | None = None,
     ) -> None:
         self.service = service
-        self.tells = tells
+        self.logs_changes = logs_changes
         self._file = StateFile(path, store)
         self._fleet = service.fleet
         self.membership = membership
@@ -317,7 +317,7 @@ class SharedState:
         self._fleet.adapters.declared = [AdapterReport(each.name, each.path, each.digest) for each in state.adapters]
         if not from_scratch and state.adapters != self.state.adapters:
             await self.membership.ask(self._fleet.members)
-        if self.tells:
+        if self.logs_changes:
             for (event, fields, _), reason in changes_with_reasons(self.state, state, f"found in {self._file.name}"):
                 event.tell(**fields, reason=reason)
         self.state, self.found, self.reports.failure = state, state, ""
