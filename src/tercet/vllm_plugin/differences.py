@@ -14,7 +14,7 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
-from tercet.vllm_plugin.hooks import Expectation, Has, Says, Takes
+from tercet.vllm_plugin.hooks import Code, Expectation, Has, Takes
 
 COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
 CHATS = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"
@@ -53,7 +53,7 @@ SYSTEM_BALANCES = Difference(
 OFFSETS_OF_SENT_TEXT = Difference(
     "a streamed completion's text offsets refer to the sent text, not to its tokens",
     last="0.31",
-    ended_by=Says(f"{COMPLETIONS}.completion_stream_generator", "next_text_offsets[i] = logprobs.text_offset[-1]"),
+    ended_by=Code(f"{COMPLETIONS}.completion_stream_generator", "next_text_offsets[i] = logprobs.text_offset[-1]"),
 )
 ZEROED_BY_BLOCK = Difference(
     "blocks are excluded from zeroing one by one, and one flag stands for mixed precisions and for states",
@@ -63,7 +63,7 @@ ZEROED_BY_BLOCK = Difference(
 DRAWS_FOR_THE_VOCABULARY = Difference(
     "on a CPU a sampling step draws from a seeded request's generator once for each entry of the vocabulary",
     last="0.31",
-    ended_by=Says("vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_cpu", "seeds[i] = torch.randint("),
+    ended_by=Code("vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_cpu", "seeds[i] = torch.randint("),
 )
 
 ENDS_OF_AGENTS_APIS = Difference(
@@ -82,12 +82,12 @@ OPTIONS_OF_LAUNCHERS = Difference(
 CHUNKS_WITHOUT_TRANSFER = Difference(
     "chunks of streams have neither kv_transfer_params nor weight_versions",
     last="0.32",
-    ended_by=Says(f"{COMPLETIONS}.completion_stream_generator", "weight_versions=", "kv_transfer_params="),
+    ended_by=Code(f"{COMPLETIONS}.completion_stream_generator", "weight_versions=", "kv_transfer_params="),
 )
 SILENT_ENDS = Difference(
     "a choice that ends without a token has no chunk, so its client does not get its finish reason",
     last="0.32",
-    ended_by=Says(f"{COMPLETIONS}.completion_stream_generator", "not previous_num_tokens[i] and finish_reason is None"),
+    ended_by=Code(f"{COMPLETIONS}.completion_stream_generator", "not previous_num_tokens[i] and finish_reason is None"),
 )
 UNASKED_CALLS = Difference(
     "a chat stream has all tool calls that its parser finds, even with tool_choice none",

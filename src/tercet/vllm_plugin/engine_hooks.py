@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tercet.vllm_plugin.hooks import Has, Hook, OneOf, Says, Takes
+from tercet.vllm_plugin.hooks import Code, Has, Hook, OneOf, Takes
 from tercet.vllm_plugin.start.process_output import OF_WORKERS
 
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -27,8 +27,8 @@ LORA_REQUEST = "vllm.lora.request:LoRARequest"
 CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
 PASSES_IMAGE_NAMES = (
-    Says(f"{RENDERER}._process_multimodal", "mm_uuid_items = self._process_mm_uuids("),
-    Says(f"{RENDERER}._process_mm_uuids", "return mm_uuid_items"),
+    Code(f"{RENDERER}._process_multimodal", "mm_uuid_items = self._process_mm_uuids("),
+    Code(f"{RENDERER}._process_mm_uuids", "return mm_uuid_items"),
 )
 """Routers and engines have the same renderers."""
 
@@ -46,14 +46,14 @@ ENGINE_HOOKS = (
             Has(f"{CONNECTOR}:SupportsHMA", "request_finished_all_groups"),
             Takes(f"{BASE}.save_kv_layer", "layer_name", "kv_layer", "attn_metadata"),
             Takes(f"{BASE}.build_connector_meta", "scheduler_output"),
-            Says(f"{SCHEDULER}.schedule", "self._build_kv_connector_meta(", "self._update_after_schedule("),
-            Says(f"{SCHEDULER}.add_request", "self.connector.on_new_request(request)"),
+            Code(f"{SCHEDULER}.schedule", "self._build_kv_connector_meta(", "self._update_after_schedule("),
+            Code(f"{SCHEDULER}.add_request", "self.connector.on_new_request(request)"),
             Takes(f"{SCHEDULER}.get_kv_connector"),
-            Says(f"{REQUEST}.__init__", 'sampling_params.extra_args.get("kv_transfer_params")'),
-            Says("vllm.config.parallel:ParallelConfig", "_api_process_count: int"),
+            Code(f"{REQUEST}.__init__", 'sampling_params.extra_args.get("kv_transfer_params")'),
+            Code("vllm.config.parallel:ParallelConfig", "_api_process_count: int"),
             Has("vllm.config.parallel:ParallelConfig", "use_ubatching"),
-            Says("vllm.config.parallel:ParallelConfig", "data_parallel_external_lb: bool"),
-            Says("vllm.config:ModelConfig.__post_init__", "self.runner_type = "),
+            Code("vllm.config.parallel:ParallelConfig", "data_parallel_external_lb: bool"),
+            Code("vllm.config:ModelConfig.__post_init__", "self.runner_type = "),
         ),
     ),
     Hook(
@@ -63,9 +63,9 @@ ENGINE_HOOKS = (
         until="a KV connector gets all stages' layers",
         relies_on=(
             Takes(f"{BASE}.set_xfer_handshake_metadata_pp_aware", "metadata"),
-            Says(CORE, "set_xfer_handshake_metadata_pp_aware(content)"),
+            Code(CORE, "set_xfer_handshake_metadata_pp_aware(content)"),
             Takes("vllm.distributed.parallel_state:get_pp_group"),
-            Says("vllm.distributed.parallel_state:GroupCoordinator", "cpu_group: ProcessGroup", "rank_in_group"),
+            Code("vllm.distributed.parallel_state:GroupCoordinator", "cpu_group: ProcessGroup", "rank_in_group"),
             Has("vllm.config:ParallelConfig", "decode_context_parallel_size", "prefill_context_parallel_size"),
         ),
     ),
@@ -76,8 +76,8 @@ ENGINE_HOOKS = (
         until="the interface is declared stable",
         relies_on=(
             Has("vllm.plugins.endpoint_plugins.interface:EndpointPlugin", "attach_router", "init_state"),
-            Says("vllm.plugins.endpoint_plugins.interface:init_endpoint_plugins_state", ".init_state("),
-            Says("vllm.v1.metrics.prometheus:get_prometheus_registry", "return REGISTRY"),
+            Code("vllm.plugins.endpoint_plugins.interface:init_endpoint_plugins_state", ".init_state("),
+            Code("vllm.v1.metrics.prometheus:get_prometheus_registry", "return REGISTRY"),
         ),
     ),
     Hook(
@@ -88,9 +88,9 @@ ENGINE_HOOKS = (
         replaces=("GPUModelRunner._update_states", "InputBatch.add_request"),
         relies_on=(
             Takes(f"{RUNNER}._update_states", "scheduler_output"),
-            Says(f"{RUNNER}._update_states", "output_token_ids=[]", "self.input_batch.add_request("),
+            Code(f"{RUNNER}._update_states", "output_token_ids=[]", "self.input_batch.add_request("),
             Takes(f"{BATCH}:InputBatch.add_request", "request"),
-            Says(f"{BATCH}:InputBatch.add_request", "request.output_token_ids"),
+            Code(f"{BATCH}:InputBatch.add_request", "request.output_token_ids"),
             Has(f"{BATCH}:CachedRequestState", "req_id", "generator", "output_token_ids"),
         ),
     ),
@@ -102,8 +102,8 @@ ENGINE_HOOKS = (
         replaces=("GPUModelRunner._sample", "GPUModelRunner._bookkeeping_sync"),
         relies_on=(
             Takes(f"{RUNNER}._sample"),
-            Says(f"{RUNNER}._bookkeeping_sync", "discard", "self.input_batch.generators", "set_offset("),
-            Says(f"{RUNNER}.__init__", "self.discard_request_mask"),
+            Code(f"{RUNNER}._bookkeeping_sync", "discard", "self.input_batch.generators", "set_offset("),
+            Code(f"{RUNNER}.__init__", "self.discard_request_mask"),
         ),
     ),
     Hook(
@@ -115,8 +115,8 @@ ENGINE_HOOKS = (
         relies_on=(
             Takes(f"{QUEUE}:SpinCondition.__init__", "is_reader", "busy_loop_s"),
             Takes(f"{QUEUE}:SpinCondition.wait", "timeout_ms"),
-            Says(f"{QUEUE}:SpinCondition.wait", "self.last_read + self.busy_loop_s", "self.poller.poll("),
-            Says(f"{QUEUE}:SpinCondition.__init__", "zmq.CONFLATE"),
+            Code(f"{QUEUE}:SpinCondition.wait", "self.last_read + self.busy_loop_s", "self.poller.poll("),
+            Code(f"{QUEUE}:SpinCondition.__init__", "zmq.CONFLATE"),
         ),
     ),
     Hook(
@@ -127,9 +127,9 @@ ENGINE_HOOKS = (
         replaces=("OutputProcessor.update_scheduler_stats",),
         relies_on=(
             Takes(f"{PROCESSOR}.update_scheduler_stats", "scheduler_stats"),
-            Says(f"{ASYNC_LLM}._run_output_handler", "output_processor.update_scheduler_stats("),
+            Code(f"{ASYNC_LLM}._run_output_handler", "output_processor.update_scheduler_stats("),
             Takes(f"{PROCESSOR}.get_num_unfinished_requests"),
-            Says(f"{PROCESSOR}.get_num_queued_tokens", "req.prompt_len for req in", "if req.is_prefilling"),
+            Code(f"{PROCESSOR}.get_num_queued_tokens", "req.prompt_len for req in", "if req.is_prefilling"),
             Has("vllm.v1.metrics.stats:SchedulerStats", "num_running_reqs", "kv_cache_usage"),
         ),
     ),
@@ -141,10 +141,10 @@ ENGINE_HOOKS = (
         replaces=("RequestOutputCollector.put",),
         relies_on=(
             Takes(f"{ASYNC_LLM}.add_request", "request_id", "prompt", "params", "priority"),
-            Says(f"{ASYNC_LLM}.add_request", "RequestOutputCollector(", "return queue"),
+            Code(f"{ASYNC_LLM}.add_request", "RequestOutputCollector(", "return queue"),
             Takes(f"{OUTPUTS}:RequestOutputCollector.put", "output"),
-            Says(f"{OUTPUTS}:RequestOutputCollector.__init__", "self.output"),
-            Says(f"{PROCESSOR}.process_outputs", "req_state.queue.put("),
+            Code(f"{OUTPUTS}:RequestOutputCollector.__init__", "self.output"),
+            Code(f"{PROCESSOR}.process_outputs", "req_state.queue.put("),
             Takes(f"{ASYNC_LLM}.abort", "request_id"),
         ),
     ),
@@ -156,20 +156,20 @@ ENGINE_HOOKS = (
         until="a KV connector may hold a request back and name its blocks",
         replaces=("AsyncMPClient.add_request_async",),
         relies_on=(
-            Says(
+            Code(
                 f"{ASYNC_LLM}._add_request",
                 "self.output_processor.add_request(",
                 "await self.engine_core.add_request_async(request)",
             ),
-            Says(
+            Code(
                 f"{ASYNC_LLM}.add_request",
                 "await self.engine_core.add_request_async(child_request)",
                 "await self.abort(",
             ),
             Takes(f"{CLIENT}.add_request_async", "request"),
             Takes(f"{PROCESSOR}.abort_requests", "request_ids", "internal"),
-            Says(f"{PROCESSOR}.__init__", "self.request_states"),
-            Says(
+            Code(f"{PROCESSOR}.__init__", "self.request_states"),
+            Code(
                 f"{PROCESSOR}.process_outputs",
                 "if req_state.remote_prefill_cached_tokens is not None:",
                 "req_state.num_cached_tokens = req_state.remote_prefill_cached_tokens",
@@ -188,27 +188,27 @@ ENGINE_HOOKS = (
         until="an engine's adapters are known outside of its OpenAI layer",
         replaces=("AsyncLLM.add_lora", "OpenAIServingModels.load_lora_adapter"),
         relies_on=(
-            Says(SERVING_MODELS, "self.lora_requests: dict[str, LoRARequest]"),
+            Code(SERVING_MODELS, "self.lora_requests: dict[str, LoRARequest]"),
             Takes(f"{SERVING_MODELS}.load_lora_adapter", "request"),
-            Says(f"{SERVING_MODELS}.load_lora_adapter", "load_inplace=request.load_inplace"),
-            Says(f"{SERVING_MODELS}.__init__", "self.lora_id_counter = AtomicCounter(0)"),
-            Says(f"{PROCESSOR}.__init__", "self.request_states: dict[str, RequestState]"),
-            Says(f"{OUTPUTS}:RequestState.__init__", "self.lora_name = "),
+            Code(f"{SERVING_MODELS}.load_lora_adapter", "load_inplace=request.load_inplace"),
+            Code(f"{SERVING_MODELS}.__init__", "self.lora_id_counter = AtomicCounter(0)"),
+            Code(f"{PROCESSOR}.__init__", "self.request_states: dict[str, RequestState]"),
+            Code(f"{OUTPUTS}:RequestState.__init__", "self.lora_name = "),
             Takes(f"{SERVING_MODELS}.unload_lora_adapter", "request"),
-            Says(f"{SERVING_MODELS}.load_lora_adapter", "await self.engine_client.add_lora(lora_request)"),
-            Says(f"{SERVING_MODELS}.resolve_lora", "await self.engine_client.add_lora(lora_request)"),
+            Code(f"{SERVING_MODELS}.load_lora_adapter", "await self.engine_client.add_lora(lora_request)"),
+            Code(f"{SERVING_MODELS}.resolve_lora", "await self.engine_client.add_lora(lora_request)"),
             Takes(f"{ASYNC_LLM}.add_lora", "lora_request"),
             Takes(LORA_REQUEST, "lora_name", "lora_int_id", "lora_path", "is_3d_lora_weight", "load_inplace"),
             Takes("vllm.lora.utils:get_adapter_absolute_path", "lora_path"),
             Takes(f"{REQUEST}.__init__", "lora_request"),
             Takes(f"{ASYNC_LLM}.add_request", "lora_request"),
-            Says(
+            Code(
                 "vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys",
                 "lora_request.lora_name",
                 "lora_request.lora_path",
             ),
-            Says(f"{PROCESSOR}.__init__", "self.lora_states = LoRARequestStates("),
-            Says("vllm.v1.metrics.stats:LoRAStats.__init__", "self.waiting", "self.running"),
+            Code(f"{PROCESSOR}.__init__", "self.lora_states = LoRARequestStates("),
+            Code("vllm.v1.metrics.stats:LoRAStats.__init__", "self.waiting", "self.running"),
         ),
     ),
     Hook(
@@ -220,9 +220,9 @@ ENGINE_HOOKS = (
             Takes(
                 "vllm.inputs:mm_input", "prompt_token_ids", "mm_kwargs", "mm_hashes", "mm_placeholders", "cache_salt"
             ),
-            Says(f"{INPUTS}:InputProcessor.process_inputs", 'decoder_input["mm_hashes"]', "mm_hash=base_mm_hash"),
-            Says(f"{INPUTS}:InputProcessor._get_mm_identifier", "enable_tower_connector_lora"),
-            Says("vllm.v1.core.kv_cache_utils:_gen_mm_extra_hash_keys", "mm_feature.identifier"),
+            Code(f"{INPUTS}:InputProcessor.process_inputs", 'decoder_input["mm_hashes"]', "mm_hash=base_mm_hash"),
+            Code(f"{INPUTS}:InputProcessor._get_mm_identifier", "enable_tower_connector_lora"),
+            Code("vllm.v1.core.kv_cache_utils:_gen_mm_extra_hash_keys", "mm_feature.identifier"),
             Takes(f"{REQUEST}.__init__", "mm_features"),
             Has("vllm.multimodal.inputs:MultiModalFeatureSpec", "identifier", "mm_position", "mm_hash"),
             Has("vllm.multimodal.inputs:PlaceholderRange", "offset", "length", "is_embed"),
@@ -246,10 +246,10 @@ ENGINE_HOOKS = (
         replaces=("lora_ops.bgmv_shrink", "punica_cpu.bgmv_shrink", "lora_ops.bgmv_expand", "punica_cpu.bgmv_expand"),
         relies_on=(
             Takes(f"{LORA_OPS}:bgmv_shrink", "inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor"),
-            Says(f"{LORA_OPS}:sgmv_shrink", "bgmv_shrink(inputs, lora_a_weights, output_tensor, exploded_indices"),
+            Code(f"{LORA_OPS}:sgmv_shrink", "bgmv_shrink(inputs, lora_a_weights, output_tensor, exploded_indices"),
             Takes(f"{LORA_OPS}:bgmv_expand", "inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor"),
-            Says(f"{LORA_OPS}:sgmv_expand", "bgmv_expand(inputs, lora_b_weights, output_tensor, exploded_indices"),
-            Says("vllm.lora.punica_wrapper.utils:convert_mapping", "if index_mapping_indices[i] > 0", "else -1"),
+            Code(f"{LORA_OPS}:sgmv_expand", "bgmv_expand(inputs, lora_b_weights, output_tensor, exploded_indices"),
+            Code("vllm.lora.punica_wrapper.utils:convert_mapping", "if index_mapping_indices[i] > 0", "else -1"),
         ),
     ),
     Hook(
@@ -259,7 +259,7 @@ ENGINE_HOOKS = (
         why="Running sequences continue on other engines before this one stops",
         until="vLLM calls its plugins before it stops",
         relies_on=(
-            Says(
+            Code(
                 f"{LAUNCHER}:serve_http",
                 "loop.create_task(server.serve(",
                 "loop.add_signal_handler(signal.SIGINT, signal_handler)",
@@ -267,8 +267,8 @@ ENGINE_HOOKS = (
                 "await server_task",
             ),
             Takes(f"{LAUNCHER}:NoSignalServer.capture_signals"),
-            Says(f"{LAUNCHER}:terminate_if_errored", "engine.errored"),
-            Says("vllm.entrypoints.launchers.app:build_app", "lifespan=lifespan"),
+            Code(f"{LAUNCHER}:terminate_if_errored", "engine.errored"),
+            Code("vllm.entrypoints.launchers.app:build_app", "lifespan=lifespan"),
         ),
     ),
     Hook(
@@ -310,9 +310,9 @@ CORE_HOOKS = (
         until="a KV connector may serve its own calls",
         replaces=("EngineCore.tercet_*",),
         relies_on=(
-            Says("vllm.v1.engine.core:EngineCoreProc._handle_client_request", "getattr(self, method_name)"),
+            Code("vllm.v1.engine.core:EngineCoreProc._handle_client_request", "getattr(self, method_name)"),
             Takes(f"{CLIENT}.call_utility_async", "method"),
-            Says(f"{CORE}.__init__", "self.request_block_hasher"),
+            Code(f"{CORE}.__init__", "self.request_block_hasher"),
             Takes(f"{SCHEDULER}.get_request_counts"),
             Has(SCHEDULER, "pause_state"),
             Has("vllm.v1.core.sched.interface:PauseState", "UNPAUSED", "PAUSED_NEW", "PAUSED_ALL"),
@@ -339,21 +339,21 @@ CORE_HOOKS = (
             Takes(f"{MANAGER}.get_block_ids", "request_id"),
             Takes(f"{MANAGER}.free", "request"),
             Takes(f"{POOL}.is_block_writable", "block"),
-            Says(f"{SINGLE}.__init__", "self.req_to_blocks", "self.num_cached_block"),
-            Says(f"{SINGLE}.cache_blocks", "reachable_boundaries.append(request.shared_prefix_boundary)"),
+            Code(f"{SINGLE}.__init__", "self.req_to_blocks", "self.num_cached_block"),
+            Code(f"{SINGLE}.cache_blocks", "reachable_boundaries.append(request.shared_prefix_boundary)"),
             Takes(f"{SINGLE}.get_num_skipped_tokens", "num_computed_tokens"),
             Takes(f"{POOL}.get_cached_block", "block_hash", "kv_cache_group_ids"),
             Has(f"{SPECS}:KVCacheSpecKind", "FULL_ATTENTION", "MLA_ATTENTION", "SLIDING_WINDOW"),
             Takes(f"{SPECS}:get_kv_cache_spec_kind", "kv_cache_spec"),
             Takes(f"{SPECS}:get_kv_cache_spec_sliding_window", "kv_cache_spec"),
             Takes(f"{SCHEDULER}._inflight_prefill_reserved_blocks"),
-            Says(f"{SCHEDULER}.schedule", "request_queue = self.kv_holding_waiting"),
+            Code(f"{SCHEDULER}.schedule", "request_queue = self.kv_holding_waiting"),
             Takes(f"{SCHEDULER}._holds_kv_blocks"),
-            Says(f"{SCHEDULER}.__init__", "self.kv_holding_waiting", "self.needs_kv_cache_zeroing"),
+            Code(f"{SCHEDULER}.__init__", "self.kv_holding_waiting", "self.needs_kv_cache_zeroing"),
             # Blocks become free once no running step writes into them: peers do not wait for streams.
-            Says(f"{SCHEDULER}.__init__", "kv_transfer_config.is_kv_consumer", "self.defer_block_free = True"),
-            Says(f"{SCHEDULER}._free_request_blocks", "self.deferred_frees.append("),
-            Says(f"{SCHEDULER}.__init__", "self.num_spec_tokens", "self.num_lookahead_tokens"),
+            Code(f"{SCHEDULER}.__init__", "kv_transfer_config.is_kv_consumer", "self.defer_block_free = True"),
+            Code(f"{SCHEDULER}._free_request_blocks", "self.deferred_frees.append("),
+            Code(f"{SCHEDULER}.__init__", "self.num_spec_tokens", "self.num_lookahead_tokens"),
             Takes(f"{QUEUED}.remove_request", "request"),
         ),
     ),
@@ -366,7 +366,7 @@ CORE_HOOKS = (
         replaces=("Scheduler.schedule",),
         relies_on=(
             Takes(f"{SCHEDULER}.schedule", "throttle_prefills"),
-            Says(
+            Code(
                 f"{SCHEDULER}.schedule",
                 "self.current_step += 1",
                 "token_budget = self.max_num_scheduled_tokens",
@@ -374,14 +374,14 @@ CORE_HOOKS = (
                 "preempted_req = self.running.pop()",
                 "preempted_req_ids=self.reset_preempted_req_ids",
             ),
-            Says(f"{CORE}.step", "self.scheduler.schedule("),
+            Code(f"{CORE}.step", "self.scheduler.schedule("),
             Takes(f"{SCHEDULER}._preempt_request", "request", "timestamp", "drop_stale_output"),
-            Says(f"{SCHEDULER}._preempt_request", "self.waiting.prepend_request(request)"),
-            Says(f"{SCHEDULER}._update_after_schedule", "request.is_prefill_chunk = "),
+            Code(f"{SCHEDULER}._preempt_request", "self.waiting.prepend_request(request)"),
+            Code(f"{SCHEDULER}._update_after_schedule", "request.is_prefill_chunk = "),
             Takes(f"{SCHEDULER}._request_blocks_can_be_freed", "request"),
             Takes(f"{SCHEDULER}._request_remaining_blocks", "request"),
-            Says(f"{SCHEDULER}.__init__", "self.requires_kv_delivery", "self.need_mamba_block_aligned_split"),
-            Says(f"{REQUEST}.__init__", "self.num_output_placeholders", "self.next_decode_eligible_step"),
+            Code(f"{SCHEDULER}.__init__", "self.requires_kv_delivery", "self.need_mamba_block_aligned_split"),
+            Code(f"{REQUEST}.__init__", "self.num_output_placeholders", "self.next_decode_eligible_step"),
             Has(REQUEST, "num_tokens_with_spec"),
             Takes(f"{QUEUED}.remove_requests", "requests"),
         ),
@@ -392,13 +392,13 @@ CORE_HOOKS = (
         why="Neither may keep the other waiting for blocks for ever",
         until="KVCacheManager can reserve blocks in the order of admission",
         relies_on=(
-            Says("vllm.v1.engine.core:EngineCoreProc._invoke_utility_method", "isinstance(result, Future)"),
-            Says(f"{SCHEDULER}.schedule", "get_num_new_matched_tokens(", "if ext_tokens is None:"),
+            Code("vllm.v1.engine.core:EngineCoreProc._invoke_utility_method", "isinstance(result, Future)"),
+            Code(f"{SCHEDULER}.schedule", "get_num_new_matched_tokens(", "if ext_tokens is None:"),
             Takes(f"{SCHEDULER}._request_remaining_blocks", "request"),
             Takes(f"{SCHEDULER}._free_request_blocks", "request"),
             Takes(f"{QUEUED}.prepend_request", "request"),
-            Says(f"{SCHEDULER}.__init__", "self.policy", "self.waiting"),
-            Says(f"{REQUEST}.__init__", "self.arrival_time"),
+            Code(f"{SCHEDULER}.__init__", "self.policy", "self.waiting"),
+            Code(f"{REQUEST}.__init__", "self.arrival_time"),
         ),
     ),
     Hook(
@@ -410,11 +410,11 @@ CORE_HOOKS = (
             Takes(f"{POOL}.touch", "blocks"),
             Takes(f"{POOL}.free_blocks", "ordered_blocks"),
             Takes(f"{MANAGER}.get_blocks", "request_id"),
-            Says(f"{REQUEST}.__init__", "self.num_in_flight_tokens"),
+            Code(f"{REQUEST}.__init__", "self.num_in_flight_tokens"),
             # Which cached blocks unfinished steps still fill: those are not sent.
-            Says(f"{SINGLE}.__init__", "self.req_to_blocks"),
-            Says(f"{SCHEDULER}.__init__", "self.num_spec_tokens"),
-            Says(f"{SCHEDULER}._update_after_schedule", "request.num_computed_tokens += num_scheduled_token"),
+            Code(f"{SINGLE}.__init__", "self.req_to_blocks"),
+            Code(f"{SCHEDULER}.__init__", "self.num_spec_tokens"),
+            Code(f"{SCHEDULER}._update_after_schedule", "request.num_computed_tokens += num_scheduled_token"),
         ),
     ),
     Hook(
@@ -434,23 +434,23 @@ CORE_HOOKS = (
             "MultiConnector.reset_cache",
         ),
         relies_on=(
-            Says(
+            Code(
                 f"{FACTORY}.get_connector_class",
                 "if connector_module_path:",
                 "getattr(connector_module, connector_name)",
             ),
-            Says(f"{FACTORY}.supports_hma_config", "MultiConnector.all_children_support_hma(kv_transfer_config)"),
-            Says(
+            Code(f"{FACTORY}.supports_hma_config", "MultiConnector.all_children_support_hma(kv_transfer_config)"),
+            Code(
                 f"{MULTI}._get_connector_classes_and_configs",
                 '"connectors"',
                 "KVTransferConfig(**ktc, engine_id=engine_id)",
             ),
-            Says(f"{MULTI}.__init__", "self._connectors: list", "self._extra_async_saves: dict"),
-            Says(f"{MULTI}.register_kv_caches", "for c in self._connectors: c.register_kv_caches("),
-            Says(f"{MULTI}.bind_connector_metadata", "zip(self._connectors, connector_metadata.metadata)"),
-            Says(f"{MULTI}.build_connector_meta", "metadata.extra_async_saves = self._extra_async_saves"),
+            Code(f"{MULTI}.__init__", "self._connectors: list", "self._extra_async_saves: dict"),
+            Code(f"{MULTI}.register_kv_caches", "for c in self._connectors: c.register_kv_caches("),
+            Code(f"{MULTI}.bind_connector_metadata", "zip(self._connectors, connector_metadata.metadata)"),
+            Code(f"{MULTI}.build_connector_meta", "metadata.extra_async_saves = self._extra_async_saves"),
             Takes(f"{MULTI}.get_num_new_matched_tokens", "request", "num_computed_tokens"),
-            Says(
+            Code(
                 f"{MULTI}.get_num_new_matched_tokens",
                 "if toks is None:",
                 "return (None, False)",
@@ -463,17 +463,17 @@ CORE_HOOKS = (
             Has("vllm.v1.core.sched.output:SchedulerOutput", "has_sync_kv_loads", "finished_req_ids"),
             Has("vllm.v1.core.sched.output:CachedRequestData", "resumed_req_ids"),
             Has("vllm.v1.outputs:KVConnectorOutput", "invalid_block_ids"),
-            Says(f"{SCHEDULER}.has_requests", "self.connector.has_pending_push_work()"),
-            Says(f"{SCHEDULER}._update_after_schedule", "self.finished_req_ids = set()"),
+            Code(f"{SCHEDULER}.has_requests", "self.connector.has_pending_push_work()"),
+            Code(f"{SCHEDULER}._update_after_schedule", "self.finished_req_ids = set()"),
             Has(f"{OFFLOADING}:TransferJobStatus", "fenced_block_ids", "deferred_fence_block_ids"),
             Has(f"{OFFLOADING}:RequestGroupState", "block_ids", "next_stored_chunk_idx"),
-            Says(
+            Code(
                 f"{OFFLOADER}.__init__",
                 "self._sliding_window_groups: tuple[int, ...]",
                 "self._req_status: dict",
                 "self._jobs: dict[int, TransferJobStatus]",
             ),
-            Says(OFFLOADER, "def update_connector_output(", "del self._jobs[job_id]"),
+            Code(OFFLOADER, "def update_connector_output(", "del self._jobs[job_id]"),
         ),
     ),
     Hook(
@@ -486,13 +486,13 @@ CORE_HOOKS = (
         replaces=("BlockPool.get_new_blocks",),
         relies_on=(
             Takes(f"{POOL}.get_new_blocks", "num_blocks"),
-            Says(f"{POOL}.get_new_blocks", "self.free_block_queue.popleft_n(num_blocks)"),
-            Says(f"{SINGLE}.__init__", "self.block_pool = block_pool", "self.req_to_blocks"),
+            Code(f"{POOL}.get_new_blocks", "self.free_block_queue.popleft_n(num_blocks)"),
+            Code(f"{SINGLE}.__init__", "self.block_pool = block_pool", "self.req_to_blocks"),
             Takes(f"{BASE}.take_events"),
-            Says(f"{SCHEDULER}.update_from_output", "self.connector.take_events()", "return engine_core_outputs"),
-            Says(f"{SCHEDULER}.__init__", "self.max_num_running_reqs", "self.max_model_len"),
-            Says(f"{SCHEDULER}._preempt_request", "request.num_computed_tokens = 0", "request.num_preemptions += 1"),
-            Says(f"{REQUEST}.__init__", "self.num_in_flight_tokens", "self.num_computed_tokens"),
+            Code(f"{SCHEDULER}.update_from_output", "self.connector.take_events()", "return engine_core_outputs"),
+            Code(f"{SCHEDULER}.__init__", "self.max_num_running_reqs", "self.max_model_len"),
+            Code(f"{SCHEDULER}._preempt_request", "request.num_computed_tokens = 0", "request.num_preemptions += 1"),
+            Code(f"{REQUEST}.__init__", "self.num_in_flight_tokens", "self.num_computed_tokens"),
         ),
     ),
     Hook(
@@ -503,13 +503,13 @@ CORE_HOOKS = (
         copies=("Request.structured_output_request", "StructuredOutputRequest.grammar"),
         relies_on=(
             Takes(f"{REQUEST}.append_output_token_ids", "token_ids"),
-            Says(f"{REQUEST}.__init__", "self.structured_output_request", "self.prefill_stats"),
+            Code(f"{REQUEST}.__init__", "self.structured_output_request", "self.prefill_stats"),
             Takes("vllm.v1.metrics.stats:PrefillStats.set"),
-            Says("vllm.v1.structured_output.request:StructuredOutputRequest", "self._grammar = self._grammar.result()"),
+            Code("vllm.v1.structured_output.request:StructuredOutputRequest", "self._grammar = self._grammar.result()"),
             Takes(f"{GRAMMAR}.accept_tokens", "request_id"),
             Takes(f"{STRUCTURED}.accept_tokens", "request", "new_token_ids"),
-            Says(f"{STRUCTURED}.accept_tokens", "spec_tokens_committed=True", "structured_req.reasoning_ended = True"),
-            Says(f"{SCHEDULER}.__init__", "self.structured_output_manager"),
+            Code(f"{STRUCTURED}.accept_tokens", "spec_tokens_committed=True", "structured_req.reasoning_ended = True"),
+            Code(f"{SCHEDULER}.__init__", "self.structured_output_manager"),
         ),
     ),
     Hook(
@@ -518,10 +518,10 @@ CORE_HOOKS = (
         why="An engine reports what it generates, with the blocks that each sequence holds",
         until="vLLM reports its requests one by one",
         relies_on=(
-            Says(f"{SCHEDULER}.__init__", "self.requests: dict[str, Request]"),
+            Code(f"{SCHEDULER}.__init__", "self.requests: dict[str, Request]"),
             Takes(f"{MANAGER}.get_blocks", "request_id"),
             Has("vllm.v1.request:RequestStatus", "RUNNING"),
-            Says(
+            Code(
                 "vllm.v1.engine.input_processor:InputProcessor.assign_request_id",
                 'request.request_id = f"{request.external_req_id}-',
             ),
@@ -533,9 +533,9 @@ CORE_HOOKS = (
         why="The system chooses the ports, and KV that arrives at an idle engine belongs to no step",
         until="the publisher reports its addresses",
         relies_on=(
-            Says(EVENTS, "self._replay", "self._pub"),
+            Code(EVENTS, "self._replay", "self._pub"),
             Takes(f"{EVENTS}.publish", "events"),
-            Says(f"{SCHEDULER}.__init__", "self.kv_event_publisher"),
+            Code(f"{SCHEDULER}.__init__", "self.kv_event_publisher"),
             Takes(f"{MANAGER}.take_events"),
         ),
     ),
@@ -556,27 +556,27 @@ CORE_HOOKS = (
         copies=("Request.structured_output_request", "StructuredOutputRequest.structured_output_key"),
         relies_on=(
             Takes(f"{STRUCTURED}.grammar_init", "request"),
-            Says(
+            Code(
                 f"{STRUCTURED}.grammar_init",
                 "if self.backend is None:",
                 "if self._use_async_grammar_compilation:",
                 "self.executor.submit",
                 "request.structured_output_request.grammar = ",
             ),
-            Says(f"{STRUCTURED}.grammar_init", "structured_outputs._backend"),
+            Code(f"{STRUCTURED}.grammar_init", "structured_outputs._backend"),
             Takes(f"{STRUCTURED}._create_grammar", "request"),
-            Says(f"{STRUCTURED}._create_grammar", "struct_request.structured_output_key", "compile_grammar("),
+            Code(f"{STRUCTURED}._create_grammar", "struct_request.structured_output_key", "compile_grammar("),
             Takes(f"{EXECUTOR}.__init__", "vllm_config"),
-            Says(f"{CORE}.__init__", "load_general_plugins()", "executor_class(vllm_config)"),
-            Says(f"{SCHEDULER}.update_from_output", "accept_tokens(", "RequestStatus.FINISHED_ERROR"),
-            Says(
+            Code(f"{CORE}.__init__", "load_general_plugins()", "executor_class(vllm_config)"),
+            Code(f"{SCHEDULER}.update_from_output", "accept_tokens(", "RequestStatus.FINISHED_ERROR"),
+            Code(
                 f"{SCHEDULER}.update_from_output", "stop_reason=request.stop_reason", "self.grammar_compile_error_reqs"
             ),
-            Says(f"{SCHEDULER}.__init__", "self.requests: dict[str, Request]", "self.grammar_compile_error_reqs"),
+            Code(f"{SCHEDULER}.__init__", "self.requests: dict[str, Request]", "self.grammar_compile_error_reqs"),
             Has("vllm.v1.engine:EngineCoreOutput", "request_id", "finish_reason", "stop_reason"),
             Takes(f"{PROCESSOR}.process_outputs", "engine_core_outputs"),
-            Says(f"{PROCESSOR}.process_outputs", "engine_core_output.stop_reason", "req_state.queue.put("),
-            Says(f"{OUTPUTS}:RequestOutputCollector.put", "isinstance(output, Exception)", "elif isinstance("),
+            Code(f"{PROCESSOR}.process_outputs", "engine_core_output.stop_reason", "req_state.queue.put("),
+            Code(f"{OUTPUTS}:RequestOutputCollector.put", "isinstance(output, Exception)", "elif isinstance("),
             Takes("vllm.v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask"),
             Takes(f"{GRAMMAR}.fill_bitmask", "bitmask"),
             Takes(f"{GRAMMAR}.accept_tokens", "request_id"),
@@ -588,7 +588,7 @@ CORE_HOOKS = (
         why="The publisher's replay port accepts any message from any client, and logs invalid messages in full",
         until="the publisher limits message sizes",
         replaces=("ZmqEventPublisher._socket_setup",),
-        relies_on=(Says(f"{EVENTS}._socket_setup", "self._ctx.socket(zmq.ROUTER)"),),
+        relies_on=(Code(f"{EVENTS}._socket_setup", "self._ctx.socket(zmq.ROUTER)"),),
     ),
 )
 
@@ -618,9 +618,9 @@ START_HOOKS = (
         until="vLLM reports the progress of loading",
         overrides=tuple(f"WorkerBase.{method}" for method in OF_WORKERS),
         relies_on=(
-            Says(f"{WORKER_WRAPPER}.init_worker", "resolve_obj_by_qualname(", "parallel_config.worker_cls"),
+            Code(f"{WORKER_WRAPPER}.init_worker", "resolve_obj_by_qualname(", "parallel_config.worker_cls"),
             Takes(f"{WORKER}.__init__", "vllm_config", "rank"),
-            Says(f"{WORKER}.__init__", "self.model_config = vllm_config.model_config", "self.rank = rank"),
+            Code(f"{WORKER}.__init__", "self.model_config = vllm_config.model_config", "self.rank = rank"),
             Has(WORKER, "init_device", "load_model", "compile_or_warm_up_model"),
         ),
     ),
@@ -632,17 +632,17 @@ START_HOOKS = (
         until="vLLM forks its processes from one that has imported it, on CPUs, too",
         replaces=("engine.utils.get_mp_context", "multiproc_executor.get_mp_context", "registry._run_in_subprocess"),
         relies_on=(
-            Says(f"{ENGINE_UTILS}:CoreEngineProcManager.__init__", "context = get_mp_context()", "context.Process("),
-            Says(
+            Code(f"{ENGINE_UTILS}:CoreEngineProcManager.__init__", "context = get_mp_context()", "context.Process("),
+            Code(
                 f"{WORKER_PROCESSES}:WorkerProc.make_worker_process", "context = get_mp_context()", "context.Process("
             ),
             Takes(f"{ENGINE_UTILS}:get_mp_context"),
             Takes(f"{WORKER_PROCESSES}:get_mp_context"),
             Takes(f"{REGISTRY}:_run_in_subprocess", "fn"),
-            Says(
+            Code(
                 "vllm.platforms.cpu:CpuPlatform.check_and_update_config", '"libgomp" in ld_preload_str', "libgomp*.so*"
             ),
-            Says(
+            Code(
                 "vllm.utils.ompmultiprocessing:OMPProcessManager.configure_omp_envs",
                 'envs_dict["OMP_NUM_THREADS"] = str(len(cpu_list))',
                 'envs_dict["GOMP_CPU_AFFINITY"] = cpu_list_str',
@@ -656,9 +656,9 @@ START_HOOKS = (
         why="The first use of each blocks the API server, core and workers for seconds, as if they were stuck",
         until="vLLM loads and compiles what sampling and structured output need when it starts",
         relies_on=(
-            Says(f"{CORE}.__init__", "self.structured_output_manager = "),
-            Says(f"{STRUCTURED}.__init__", "self.backend: StructuredOutputBackend | None = None"),
-            Says(f"{STRUCTURED}.grammar_init", "if self.backend is None:"),
+            Code(f"{CORE}.__init__", "self.structured_output_manager = "),
+            Code(f"{STRUCTURED}.__init__", "self.backend: StructuredOutputBackend | None = None"),
+            Code(f"{STRUCTURED}.grammar_init", "if self.backend is None:"),
             Has("vllm.config:StructuredOutputsConfig", "backend"),
         ),
     ),
@@ -672,7 +672,7 @@ START_HOOKS = (
         relies_on=(
             Takes(f"{ENGINE_ARGS}.from_cli_args", "args"),
             Takes(f"{ENGINE_ARGS}.create_engine_config", "usage_context"),
-            Says("vllm.engine.arg_utils:AsyncEngineArgs.add_cli_args", "load_general_plugins()"),
+            Code("vllm.engine.arg_utils:AsyncEngineArgs.add_cli_args", "load_general_plugins()"),
         ),
     ),
 )

@@ -75,8 +75,8 @@ class Takes(_Targeted):
         return f"{self.target} has no parameter {', '.join(missing)}" if missing else ""
 
 
-class Says(_Targeted):
-    """A function's or class's source contains these pieces of code, in this order; white space does not count."""
+class Code(_Targeted):
+    """The source of a function or class contains these pieces of code in this order; white space does not count."""
 
     def _missing_in(self, found: Any) -> str:
         rest = _source(found)
@@ -98,7 +98,7 @@ class OneOf:
         return " and ".join(found) if all(found) else ""
 
 
-Expectation = Has | Takes | Says | OneOf
+Expectation = Has | Takes | Code | OneOf
 """A condition on the installed code."""
 
 

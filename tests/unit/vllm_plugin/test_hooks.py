@@ -24,11 +24,11 @@ from tercet.vllm_plugin import hooks
 from tercet.vllm_plugin.hooks import (
     SIDES,
     SUPPORTED,
+    Code,
     Expectation,
     Has,
     Hook,
     OneOf,
-    Says,
     Side,
     Takes,
     UnsupportedVLLM,
@@ -100,7 +100,7 @@ def test_every_check_fails_when_its_target_changes(hook: Hook, leaf: Any, monkey
 @pytest.mark.parametrize("side", SIDES)
 def test_one_error_lists_all_that_does_not_match(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: Side) -> tuple[Hook, ...]:
-        relies_on = (Takes("json:dumps", "colour"), Has("json:JSONDecoder", "shape"), Says("json:loads", "magic"))
+        relies_on = (Takes("json:dumps", "colour"), Has("json:JSONDecoder", "shape"), Code("json:loads", "magic"))
         return Hook("one", "", "", "", relies_on), Hook("two", "", "", "", (Takes("nowhere:at_all"),))
 
     monkeypatch.setattr(hooks, "hooks_of", broken)
@@ -257,7 +257,7 @@ def test_the_three_kinds_are_printed_apart(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("target", ["builtins:len", "math:pi"])
 def test_what_cannot_be_looked_at_is_said(target: str) -> None:
-    assert Says(target, "x").unmet().startswith(f"{target} cannot be checked")
+    assert Code(target, "x").unmet().startswith(f"{target} cannot be checked")
 
 
 def test_why_vllm_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from tercet.vllm_plugin import siblings
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import StepMetadata
 from tercet.vllm_plugin.core.fence import HOLD_THEIR_BLOCKS, SiblingFence, TierBlocks
-from tercet.vllm_plugin.hooks import Has, Says
+from tercet.vllm_plugin.hooks import Code, Has
 from tercet.vllm_plugin.siblings import MultiConnector, SiblingHandshakes
 
 from .tiered_engine import HOST_TIER, TieredEngine, tier_with_files
@@ -269,16 +269,16 @@ def test_who_waits_for_its_turn_is_not_let_before_by_a_slow_sibling(
 
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 HOLD_BY = {
-    "ExampleConnector": Says(f"{V1}.example_connector:ExampleConnector.save_kv_layer", "safetensors.torch.save_file("),
-    "SimpleCPUOffloadConnector": Says(
+    "ExampleConnector": Code(f"{V1}.example_connector:ExampleConnector.save_kv_layer", "safetensors.torch.save_file("),
+    "SimpleCPUOffloadConnector": Code(
         "vllm.v1.simple_kv_offload.manager:SimpleCPUOffloadScheduler", "gpu_pool.touch(", "gpu_block_pool.touch("
     ),
-    "MooncakeStoreConnector": Says(f"{V1}.mooncake.store.scheduler:MooncakeStoreScheduler", "pool.touch("),
-    "MooncakeConnector": Says(
+    "MooncakeStoreConnector": Code(f"{V1}.mooncake.store.scheduler:MooncakeStoreScheduler", "pool.touch("),
+    "MooncakeConnector": Code(
         f"{V1}.mooncake.mooncake_connector:MooncakeConnectorScheduler.request_finished", "return delay_free_blocks,"
     ),
     **{
-        name: Says(f"{V1}.nixl.{kind}:{scheduler}.request_finished", "return delay_free_blocks,")
+        name: Code(f"{V1}.nixl.{kind}:{scheduler}.request_finished", "return delay_free_blocks,")
         for name, kind, scheduler in (
             ("NixlConnector", "pull_scheduler", "NixlPullConnectorScheduler"),
             ("NixlPullConnector", "pull_scheduler", "NixlPullConnectorScheduler"),

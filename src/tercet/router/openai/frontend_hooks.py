@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tercet.vllm_plugin.differences import CLI_ARGS, FORMER_CLI_ARGS
 from tercet.vllm_plugin.engine_hooks import PASSES_IMAGE_NAMES
-from tercet.vllm_plugin.hooks import Has, Hook, OneOf, Says, Takes
+from tercet.vllm_plugin.hooks import Code, Has, Hook, OneOf, Takes
 
 ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 CLIENT = "vllm.v1.engine.core_client:EngineCoreClient"
@@ -28,10 +28,10 @@ HOOKS = (
         replaces=("EngineCoreClient.make_async_mp_client",),
         relies_on=(
             Takes(f"{CLIENT}.make_async_mp_client"),
-            Says(f"{ASYNC_LLM}.__init__", "self.engine_core = EngineCoreClient.make_async_mp_client("),
+            Code(f"{ASYNC_LLM}.__init__", "self.engine_core = EngineCoreClient.make_async_mp_client("),
             Takes(f"{ASYNC_LLM}.__init__", "vllm_config", "executor_class", "log_stats", "log_requests"),
-            Says(f"{ASYNC_LLM}._add_request", "add_request(", "await self.engine_core.add_request_async(request)"),
-            Says(f"{ASYNC_LLM}._run_output_handler", "await engine_core.get_output_async()"),
+            Code(f"{ASYNC_LLM}._add_request", "add_request(", "await self.engine_core.add_request_async(request)"),
+            Code(f"{ASYNC_LLM}._run_output_handler", "await engine_core.get_output_async()"),
             Has(CLIENT, "get_output_async", "add_request_async", "abort_requests_async", "get_supported_tasks_async"),
             Has(CLIENT, "reset_mm_cache_async", "shutdown", "dp_engines_running"),
             Has("vllm.v1.engine:EngineCoreOutputs", "outputs"),
@@ -52,9 +52,9 @@ HOOKS = (
         until="OpenAIServingModels has a setting for the look-up",
         replaces=("OpenAIServingModels.lora_requests", "InputProcessor.lora_config"),
         relies_on=(
-            Says(SERVING_MODELS, "self.lora_requests: dict[str, LoRARequest]", "self.lora_requests.values()"),
-            Says("vllm.entrypoints.serve.engine.serving:BaseServing", "self.models.lora_requests[request.model]"),
-            Says("vllm.v1.engine.input_processor:InputProcessor._validate_lora", "if not self.lora_config:"),
+            Code(SERVING_MODELS, "self.lora_requests: dict[str, LoRARequest]", "self.lora_requests.values()"),
+            Code("vllm.entrypoints.serve.engine.serving:BaseServing", "self.models.lora_requests[request.model]"),
+            Code("vllm.v1.engine.input_processor:InputProcessor._validate_lora", "if not self.lora_config:"),
             Has("vllm.v1.engine:EngineCoreRequest", "lora_request", "session_id"),
             Takes("vllm.lora.request:LoRARequest", "lora_name", "lora_int_id", "lora_path"),
         ),
@@ -67,12 +67,12 @@ HOOKS = (
         replaces=("ModelConfig.dtype",),
         overrides=("BaseRenderer.__init__", "BaseRenderer._process_mm_uuids"),
         relies_on=(
-            Says(f"{RENDERERS}.load_renderer_cls", "self.renderers[renderer_mode]", "resolve_obj_by_qualname("),
+            Code(f"{RENDERERS}.load_renderer_cls", "self.renderers[renderer_mode]", "resolve_obj_by_qualname("),
             Takes(f"{RENDERER}.__init__", "config", "tokenizer"),
-            Says(f"{RENDERER}.__init__", "self._mm_processor_cache = processor_cache_from_config(config)"),
+            Code(f"{RENDERER}.__init__", "self._mm_processor_cache = processor_cache_from_config(config)"),
             Takes("vllm.multimodal.cache:MultiModalProcessorOnlyCache.__init__", "model_config"),
-            Says(f"{MEDIA}._assert_url_in_allowed_media_domains", "not in self.allowed_media_domains"),
-            Says("vllm.multimodal.processing.context:InputProcessingContext", "dtype=self.model_config.dtype"),
+            Code(f"{MEDIA}._assert_url_in_allowed_media_domains", "not in self.allowed_media_domains"),
+            Code("vllm.multimodal.processing.context:InputProcessingContext", "dtype=self.model_config.dtype"),
             Has("vllm.v1.engine:EngineCoreRequest", "mm_features"),
             Has(f"{MM_INPUTS}:MultiModalFeatureSpec", "data", "modality", "mm_position"),
             Takes(f"{SERIAL}:MsgpackEncoder.__init__", "size_threshold"),
@@ -88,7 +88,7 @@ HOOKS = (
             Takes(f"{LAUNCHERS}.app:build_app", "args", "supported_tasks", "model_config"),
             Takes(f"{LAUNCHERS}.api_server.app_state:init_app_state", "engine_client", "state", "args"),
             Takes(f"{LAUNCHERS}.launcher:serve_http", "app", "sock", "enable_ssl_refresh"),
-            Says(f"{LAUNCHERS}.launcher:serve_http", "app.state.server = server", "loop.add_signal_handler(",
+            Code(f"{LAUNCHERS}.launcher:serve_http", "app.state.server = server", "loop.add_signal_handler(",
                  "await server_task"),
             Takes(f"{LAUNCHERS}.launcher:setup_server", "args", "reuse_port"),
             OneOf(
@@ -113,7 +113,7 @@ HOOKS = (
         until="vLLM reads its environment once by itself",
         relies_on=(
             Takes("vllm.envs:enable_envs_cache"),
-            Says("vllm.envs:__getattr__", "environment_variables[name]()"),
+            Code("vllm.envs:__getattr__", "environment_variables[name]()"),
         ),
     ),
     Hook(
@@ -127,13 +127,13 @@ HOOKS = (
         ),
         relies_on=(
             OneOf(
-                Says(MESSAGES, "self.message_stream_converter(self.chat_completion_stream_generator_raw(",
+                Code(MESSAGES, "self.message_stream_converter(self.chat_completion_stream_generator_raw(",
                      "isinstance(origin_chunk, ErrorResponse)"),
-                Says(f"{MESSAGES}.message_stream_converter", 'item.startswith("data:")',
+                Code(f"{MESSAGES}.message_stream_converter", 'item.startswith("data:")',
                      "Invalid data format received"),
             ),
             Takes(f"{CHATS}.chat_completion_stream_generator", "request"),
-            Says(CHATS, "return self.chat_completion_stream_generator("),
+            Code(CHATS, "return self.chat_completion_stream_generator("),
         ),
     ),
     Hook(
@@ -146,11 +146,11 @@ HOOKS = (
             "BaseRenderer._detokenize_prompt_async",
         ),
         relies_on=(
-            Says(f"{RENDERER}.__init__", "self._tokenize_prompt_async = make_async(self._tokenize_prompt"),
+            Code(f"{RENDERER}.__init__", "self._tokenize_prompt_async = make_async(self._tokenize_prompt"),
             Takes(f"{RENDERER}._detokenize_prompt", "prompt"),
             Takes(f"{RENDERER}._detokenize_prompt_async", "prompt"),
-            Says(f"{RENDERER}._tokenize_singleton_prompt", "self._tokenize_prompt(", "self._detokenize_prompt("),
-            Says(f"{RENDERER}._tokenize_singleton_prompt_async", "self._tokenize_prompt_async(",
+            Code(f"{RENDERER}._tokenize_singleton_prompt", "self._tokenize_prompt(", "self._detokenize_prompt("),
+            Code(f"{RENDERER}._tokenize_singleton_prompt_async", "self._tokenize_prompt_async(",
                  "self._detokenize_prompt_async("),
         ),
     ),
@@ -163,10 +163,10 @@ HOOKS = (
         relies_on=(
             Takes("pydantic_core:SchemaValidator", "schema", "_use_prebuilt"),
             Takes("pydantic_core.core_schema:dict_schema", "fail_fast"),
-            Says("pydantic:TypeAdapter.validate_python", "self.validator.validate_python("),
-            Says("pydantic:BaseModel.model_validate", "cls.__pydantic_validator__.validate_python("),
-            Says("fastapi._compat:ModelField.validate", "self._type_adapter.validate_python("),
-            Says("fastapi.dependencies.utils:solve_dependencies", "body_fields=dependant.body_params"),
+            Code("pydantic:TypeAdapter.validate_python", "self.validator.validate_python("),
+            Code("pydantic:BaseModel.model_validate", "cls.__pydantic_validator__.validate_python("),
+            Code("fastapi._compat:ModelField.validate", "self._type_adapter.validate_python("),
+            Code("fastapi.dependencies.utils:solve_dependencies", "body_fields=dependant.body_params"),
             Takes("vllm.entrypoints.generate.factories:get_generate_invocation_types", "supported_tasks"),
         ),
     ),
@@ -182,8 +182,8 @@ HOOKS = (
         relies_on=(
             Takes(f"{UVICORN}:HttpToolsProtocol._start_asgi_task", "cycle", "app"),
             Takes(f"{UVICORN}:HttpToolsProtocol.connection_lost", "exc"),
-            Says(f"{UVICORN}:RequestResponseCycle.__init__", "self.transport", "self.flow", "self.disconnected"),
-            Says(f"{UVICORN}:RequestResponseCycle.__init__", "self.scope", "self.chunked_encoding"),
+            Code(f"{UVICORN}:RequestResponseCycle.__init__", "self.transport", "self.flow", "self.disconnected"),
+            Code(f"{UVICORN}:RequestResponseCycle.__init__", "self.scope", "self.chunked_encoding"),
         ),
     ),
     Hook(
@@ -200,11 +200,11 @@ HOOKS = (
             "HttpToolsProtocol.timeout_keep_alive_handler", "HttpToolsProtocol.send_400_response",
         ),
         relies_on=(
-            Says(f"{UVICORN}:HttpToolsProtocol.__init__", "httptools.HttpRequestParser(self)"),
-            Says(f"{UVICORN}:HttpToolsProtocol.data_received", "self.parser.feed_data(data)"),
-            Says(f"{UVICORN}:HttpToolsProtocol.on_message_begin", "self.url", "self.headers"),
-            Says(f"{UVICORN}:HttpToolsProtocol.on_headers_complete", "self.cycle", "on_response_complete"),
-            Says(f"{UVICORN}:RequestResponseCycle.receive", "self.disconnected", "self.message_event"),
+            Code(f"{UVICORN}:HttpToolsProtocol.__init__", "httptools.HttpRequestParser(self)"),
+            Code(f"{UVICORN}:HttpToolsProtocol.data_received", "self.parser.feed_data(data)"),
+            Code(f"{UVICORN}:HttpToolsProtocol.on_message_begin", "self.url", "self.headers"),
+            Code(f"{UVICORN}:HttpToolsProtocol.on_headers_complete", "self.cycle", "on_response_complete"),
+            Code(f"{UVICORN}:RequestResponseCycle.receive", "self.disconnected", "self.message_event"),
         ),
     ),
 )  # fmt: skip
