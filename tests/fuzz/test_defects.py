@@ -294,7 +294,7 @@ def test_blocks_of_no_tokens_take_no_memory(block_size: int) -> None:
     knowledge = FleetKnowledge(lambda: 0.0)
     knowledge.add("e")
     KVInbox("e", knowledge).take(0, stored(0, block_size))
-    assert not knowledge.stored
+    assert not knowledge.indexes
 
 
 def test_an_engine_that_always_tells_of_other_block_sizes_fills_no_memory() -> None:
@@ -303,9 +303,9 @@ def test_an_engine_that_always_tells_of_other_block_sizes_fills_no_memory() -> N
     inbox = KVInbox("e", knowledge)
     for size in range(1, 200):
         inbox.take(size - 1, stored(size, size))
-    assert len(knowledge.stored) == MOST_SIZES
+    assert len(knowledge.indexes) == MOST_SIZES
     inbox.reset()
-    assert not knowledge.stored
+    assert not knowledge.indexes
 
 
 async def test_kv_events_that_are_too_deep_are_followed_anew(caplog: pytest.LogCaptureFixture) -> None:

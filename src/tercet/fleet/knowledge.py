@@ -144,17 +144,16 @@ class FleetKnowledge:
         """
         self._begin, self._begin_blocks = begin, begin_blocks
 
-    def needed(self) -> None:
-        """Start engines' reports at the first use: a profile's pick, or a program that asks for cached tokens."""
+    def start_reports(self) -> None:
+        """Start engines' reports at the first call: a profile's pick, or a program that asks for cached tokens."""
         # Once: reports cost engines and this process, and go on from here.
         begin, self._begin = self._begin, None
         if begin is not None:
             begin()
 
-    @property
-    def stored(self) -> dict[int, StoredBlocks]:
-        """The ``indexes``, as plugins see them: their first use starts engines' reports of blocks."""
-        self.needed()
+    def start_kv_events(self) -> dict[int, StoredBlocks]:
+        """Start engines' reports of their blocks at the first call, and return the ``indexes``."""
+        self.start_reports()
         begin, self._begin_blocks = self._begin_blocks, None
         if begin is not None:
             begin()
@@ -237,7 +236,7 @@ class FleetKnowledge:
         return self._down_to[LOWER[-1]]
 
     def matched_by_tier(self, block_size: int, hashes: Sequence[int]) -> Mapping[str, Integers]:
-        device = self.stored[block_size].matched(hashes)
+        device = self.start_kv_events()[block_size].matched(hashes)
         found, so_far = {DEVICE: device}, device
         for tier, indexes in self._down_to.items():
             index = indexes.get(block_size)
@@ -254,11 +253,11 @@ class FleetKnowledge:
 
     def cached_tokens(self, name: str, request: Request) -> int:
         """Return the estimated number of the prompt's tokens in an engine's cache; 0 if nothing is known."""
-        self.needed()
+        self.start_reports()
         row = self.loads.row(name)
         if row is None:
             return 0
-        indexes = [*((size, index) for (size, _), index in self._routed.items()), *self.stored.items()]
+        indexes = [*((size, index) for (size, _), index in self._routed.items()), *self.start_kv_events().items()]
         return max((size * int(index.matched(block_hashes(request, size))[row]) for size, index in indexes), default=0)
 
     def _forget_cache(self, row: int) -> None:

@@ -105,7 +105,7 @@ class Picking(Generic[ViewT]):
                 known = ", ".join([*sorted(PICKER_NAMES), *self.scheduling.profiles])
                 raise BadRequest(f"pick: there is no picker or profile {by!r}; choose one of {known}", "pick")
             # Reports start with the first profile: fleets that pick by turns get none.
-            self.knowledge.needed()
+            self.knowledge.start_reports()
         # In this order: what can serve, what was asked to be avoided, and only then who is best among them. Avoiding is
         # a wish: if nothing else is left, an engine that failed before is better than none.
         candidates = self._preferring(self.candidates(role, request=request, partner=partner), without)
@@ -160,7 +160,7 @@ class Picking(Generic[ViewT]):
         profile = self.scheduling.profile(SCHEDULED, role)
         if profile is None:
             raise BadRequest(f"scheduling: no profile serves the role {role}", "scheduling")
-        self.knowledge.needed()
+        self.knowledge.start_reports()
         without = () if partner is None else (partner,)
         candidates = self._preferring(self.candidates(role, among, request, partner), without)
         if not len(candidates):
@@ -284,7 +284,7 @@ class Picking(Generic[ViewT]):
         The estimate uses the engines' reports; without any, the prompts that were routed to each engine. ``by_reports``
         starts the reports. Of an engine only its device counts, of a store all tiers.
         """
-        stored = self.knowledge.stored if by_reports else self.knowledge.indexes
+        stored = self.knowledge.start_kv_events() if by_reports else self.knowledge.indexes
         on_device = self._longest(request, stored)
         if not stored:
             history = self.knowledge.routed(ROUTED_BLOCK, ROUTED_CAPACITY)

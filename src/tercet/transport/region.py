@@ -467,12 +467,12 @@ def groups(apart: NDArray[np.bool_]) -> tuple[Numbers, Numbers]:
 
 
 class CoreWords:
-    """The words of one rank's region by which an engine's core guarantees blocks that are not pinned.
+    """Epoch counters, seqlock style: a counter that is unchanged after a copy shows that no block was reused.
 
     A stuck core cannot pin blocks. But its last report of its sequences' blocks stays true until it allocates a block
-    again: before it does, it changes the number of each of its words, in every rank's region. Such blocks are sent
-    under the number that one of these words had when the core reported them. A receiver checks it after the copy, like
-    any send's generation word; so it accepts the data only if no block was reallocated before.
+    again: before it does, it advances the epoch in each of its words, in every rank's region. Such blocks are sent
+    under the number that one of these words had when the core reported them. A receiver reads it again after the copy,
+    like any send's generation word, and accepts the data only if it is the same.
     """
 
     def __init__(self, path: str, offset: int) -> None:
@@ -485,8 +485,8 @@ class CoreWords:
         self._words = np.frombuffer(self._map, dtype=np.int64)
         self._first = np.arange(CORE_WORDS, dtype=np.int64)
 
-    def turn(self, epoch: int) -> None:
-        """Set the words to those of ``epoch``: data under words of any other epoch is not accepted from now on."""
+    def advance(self, epoch: int) -> None:
+        """Begin ``epoch``: data under words of any other epoch is not accepted from now on."""
         np.add(self._first, epoch * WORDS, out=self._words)
 
 

@@ -197,7 +197,7 @@ class EventsRoom:
         assert not inbox.take(0, _payload(_stored(0)))
         assert self._knowledge.cached_tokens("e", self._request) == SIZE
         inbox.reset()
-        (index,) = self._knowledge.stored.values()
+        (index,) = self._knowledge.indexes.values()
         assert len(index) == 2
         assert list(index._rows_held) == [0]
         return Outcome(len(case), f"{happened} {cached}")

@@ -116,7 +116,7 @@ class Mixture:
         self.service: Service = built.service
         fleet, loop = built.service.fleet, asyncio.get_running_loop()
         fleet.costs.watch()
-        fleet.knowledge.needed()
+        fleet.knowledge.start_reports()
         tasks = [loop.create_task(self.report(built.engines))]
         if self.gaps is not None:
             gate: Any = self

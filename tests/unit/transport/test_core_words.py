@@ -48,12 +48,12 @@ class Core:
         self._region = region
         self._words = CoreWords(f"/proc/self/fd/{region.fd}", region.shape.words)
         self.epoch = EPOCH
-        self._words.turn(EPOCH)
+        self._words.advance(EPOCH)
 
     def go_on(self) -> None:
         """Hand all blocks out, and have them written."""
         self.epoch += 1
-        self._words.turn(self.epoch)
+        self._words.advance(self.epoch)
         for layer in range(LAYERS):
             self._region.blocks(layer, 0, BLOCKS)[:] = b"\xee" * (BLOCKS * BYTES)
 

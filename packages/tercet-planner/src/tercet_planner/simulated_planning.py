@@ -66,7 +66,7 @@ class VirtualPlanner:
         self._plan_at = policy.pause_s(settings.interval_s) if isinstance(policy, Planner) else settings.interval_s
         self.cpu_s = 0.0
         self._fleet.costs.watch()
-        self._fleet.knowledge.needed()
+        self._fleet.knowledge.start_reports()
         for name in spare:
             self._switch_off(name)
 

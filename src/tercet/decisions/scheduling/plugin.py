@@ -201,9 +201,8 @@ class Knowledge(Protocol):
         """Return the index of routed prompts: blocks of ``block_size`` tokens, at most ``capacity`` per engine."""
         ...
 
-    @property
-    def stored(self) -> Mapping[int, PrefixIndex]:
-        """The indexes of blocks that engines report to hold, by the block size (tokens) that they use."""
+    def start_kv_events(self) -> Mapping[int, PrefixIndex]:
+        """Start engines' reports of the blocks that they hold; return the indexes, by block size in tokens."""
         ...
 
     def matched_by_tier(self, block_size: int, hashes: Sequence[int]) -> Mapping[str, Integers]:

@@ -207,7 +207,7 @@ def stored_shares(
 ) -> Floats:  # fmt: skip
     """Return the best of ``weighed(blocks held, blocks, block size)``, over the block sizes that engines use."""
     shares = np.zeros(len(engines))
-    for block_size in decision.knowledge.stored:
+    for block_size in decision.knowledge.start_kv_events():
         hashes = decision.hashes(block_size)
         if hashes:
             tiers = decision.knowledge.matched_by_tier(block_size, hashes)

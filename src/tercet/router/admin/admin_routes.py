@@ -407,7 +407,7 @@ async def traffic(request: Request) -> Response:
         # From the first call on only: a router without a planner keeps no list of requests.
         seen = service.remember(SeenRequests(LONGEST_WINDOW_S, service.attainments.objectives, fleet.costs.clock))
         fleet.costs.watch()
-        fleet.knowledge.needed()
+        fleet.knowledge.start_reports()
     return json_answer(
         {
             "pid": os.getpid(),

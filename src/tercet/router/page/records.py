@@ -451,7 +451,7 @@ class ReportedLoads:
         self._fleet = fleet
 
     def begin(self) -> None:
-        self._fleet.knowledge.needed()
+        self._fleet.knowledge.start_reports()
 
     def table(self, members: Sequence[Member]) -> NDArray[np.float64]:
         loads = self._fleet.knowledge.loads

@@ -86,7 +86,7 @@ class FleetRoles:
         # Pressures are computed from what engines report and from the work that picks have put on them; both begin only
         # when someone needs them.
         fleet.costs.watch()
-        fleet.knowledge.needed()
+        fleet.knowledge.start_reports()
 
     async def run(self) -> None:
         """Make a decision (:meth:`look`) at each interval, until cancelled."""

@@ -104,7 +104,7 @@ class TablePublisher:
 
         def turn(epoch: int) -> None:
             for each in mapped:
-                each.turn(epoch)
+                each.advance(epoch)
 
         groups, row_blocks = len(tables.groups), -(-scheduler.max_model_len // tables.block_size) + 1
         table, place = create_table(TableShape(scheduler.max_num_running_reqs * groups, row_blocks, groups))

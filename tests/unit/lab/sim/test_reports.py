@@ -54,7 +54,7 @@ async def test_load_is_reported_at_most_once_in_a_while_and_not_at_rest() -> Non
         report(name, load)  # type: ignore[arg-type]
 
     fleet.knowledge.loads.report = noted  # type: ignore[method-assign]
-    fleet.knowledge.needed()
+    fleet.knowledge.start_reports()
     works = [asyncio.ensure_future(tokens_of(engine, request_of(f"s{i}", 100, 50, i * 1000))) for i in range(3)]
     await asyncio.sleep(0.3)
     last = fleet.knowledge.loads.last("e")
@@ -82,7 +82,7 @@ async def test_a_pick_by_profile_asks() -> None:
 @in_virtual_time
 async def test_blocks_are_told_of_once_somebody_asks_for_them() -> None:
     fleet, engine = observed()
-    fleet.knowledge.needed()
+    fleet.knowledge.start_reports()
     await tokens_of(engine, request_of("a", 100))
     assert not fleet.knowledge.indexes
     assert fleet.knowledge.cached_tokens("e", request_of("b", 100)) == 96

@@ -253,7 +253,7 @@ class MovingFleet:
             service.sessions = sessions = Sessions(fleet, settings.sessions, metrics.sessions, "session")
             self.work.append(sessions.run())
         if policies.policies or has_faults or settings.sessions.on:
-            fleet.knowledge.needed()
+            fleet.knowledge.start_reports()
             self.work += [self._report(), rescheduler.run()]
         if has_faults:
             self.work.append(self._watch())
