@@ -135,10 +135,8 @@ def move(
     answer = router.ask("POST", path, {"destination": destination})
     with understood():
         passed_on = "accepted" in answer
-        shown = (
-            "forwarded to the router that runs the sequence, which lists the move" if passed_on else in_words(answer)
-        )
-        say(json.dumps(answer) if as_json else shown)
+        text = "forwarded to the router that runs the sequence, which lists the move" if passed_on else in_words(answer)
+        say(json.dumps(answer) if as_json else text)
 
 
 def _moves(router: RunningRouter, follow: bool) -> Iterator[dict[str, Any]]:
