@@ -49,7 +49,7 @@ async def source(port: int) -> None:
     from aiohttp import web
 
     from tercet.protocol import EngineStatus, Output, TokenLogprob, Usage
-    from tercet.protocol.wire import API_PREFIX, ConnectCall, StartGenerateCall, StreamDestination, decode_call
+    from tercet.protocol.wire import API_PREFIX, ConnectCall, StartGenerateCall, decode_call
     from tercet.wire.streams import RouterConnection, RouterConnections, SequenceSender
 
     running: dict[SequenceSender, Iterator[Output]] = {}
@@ -69,8 +69,8 @@ async def source(port: int) -> None:
         await router_connections.connect(router.address, router.key)
         return web.json_response({"connected": True})
 
-    async def start_generate(call: StartGenerateCall, link: RouterConnection, router: StreamDestination) -> None:
-        sender = link.sender(router.number, 0, lambda: running.pop(sender, None))
+    async def start_generate(call: StartGenerateCall, link: RouterConnection, number: int) -> None:
+        sender = link.sender(number, 0, lambda: running.pop(sender, None))
         params = call.sampling_params
         tokens, most = tokens_of(params.get("seed"), params.get("top_k")), params.get("max_tokens", 16)
         running[sender] = outputs = outputs_of(tokens, most, params.get("logprobs"), len(call.prompt))

@@ -40,7 +40,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.content import whole_features
 from tercet.protocol.spans import current_span
-from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, RemoteSendCall, StartGenerateCall, StreamDestination
+from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, RemoteSendCall, StartGenerateCall
 from tercet.transport import Push, PushCached, SendDestination, SendReport, routes
 
 
@@ -283,11 +283,11 @@ class DecodingSequence:
         finally:
             self.end()
 
-    async def stream(self, connection: RouterLink, router: StreamDestination, position: int) -> None:
+    async def stream(self, connection: RouterLink, number: int, position: int) -> None:
         """Send outputs to a router until the last one, or until it cancels; return once the engine has the request."""
         with ExitStack() as undo:
             undo.callback(self.end)
-            sender = self.sender = connection.sender(router.number, position, self._stop)
+            sender = self.sender = connection.sender(number, position, self._stop)
             undo.callback(sender.close)
             await self.request.start(lambda found: self._deliver(sender, found))
             # From here on the engine's outputs end the sequence.
@@ -319,10 +319,10 @@ async def start_generate(edge: Edge, call: StartGenerateCall) -> AsyncGenerator[
             yield decoding.counted(output)
 
 
-async def stream(edge: Edge, call: StartGenerateCall, link: RouterLink, router: StreamDestination) -> None:
+async def stream(edge: Edge, call: StartGenerateCall, link: RouterLink, number: int) -> None:
     """Decode, and send the outputs over a router's connection; return once the engine has the request."""
     decoding = await _decoding(edge, call)
-    await decoding.stream(link, router, len(call.output))
+    await decoding.stream(link, number, len(call.output))
 
 
 async def _decoding(edge: Edge, call: StartGenerateCall) -> DecodingSequence:

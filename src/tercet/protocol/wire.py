@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -40,7 +40,7 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Salt = Annotated[str, msgspec.Meta(max_length=LONGEST_SALT)]
 Digest = Annotated[str, msgspec.Meta(max_length=256)]
 Path = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
-Prompt = str | list[TokenId]
+Prompt = str | Sequence[TokenId]
 
 
 class SequenceCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

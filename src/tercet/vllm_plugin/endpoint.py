@@ -200,7 +200,7 @@ async def start_generate(request: Request) -> Response:
     with lines_of_call(request.headers):
         if call.router is not None:
             link = await _attached(request).router_connections.connect(call.router.address, call.router.key)
-            await verbs.stream(_edge(request), call, link, call.router)
+            await verbs.stream(_edge(request), call, link, call.router.number)
             return json_response({"accepted": True})
         outputs = verbs.start_generate(_edge(request), call)
         if not call.stream:

@@ -160,11 +160,11 @@ class EngineRoom:
     def _stop(self) -> None:
         self._stopped += 1
 
-    async def _start(self, call: StartGenerateCall, link: RouterConnection, router: StreamDestination) -> None:
+    async def _start(self, call: StartGenerateCall, link: RouterConnection, number: int) -> None:
         self._calls += 1
         if self._calls % 3 == 0:
             raise NoSpace("full")
-        sender = link.sender(router.number, len(call.output), self._stop)
+        sender = link.sender(number, len(call.output), self._stop)
         sender.send(Output((1, 2)))
         if self._calls % 2:
             sender.send(Output((3,), "length"))

@@ -515,7 +515,7 @@ class HttpEngine:
     async def _reserve(self, request: Request, end: int | None, lease: str | None = None) -> Reservation:
         features = tuple(feature.without_data() for feature in request.mm_features)  # digests identify their KV
         call = PrepRecvCall(
-            prompt=list(request.prompt), seq_id=request.seq_id, end=end, lease=lease, cache_salt=request.cache_salt,
+            prompt=request.prompt, seq_id=request.seq_id, end=end, lease=lease, cache_salt=request.cache_salt,
             adapter=request.adapter, adapter_digest=request.adapter_digest, mm_features=features,
         )  # fmt: skip
         return await self._calls.result_of("prep_recv", call, PrepRecvAnswer)
@@ -536,7 +536,7 @@ class HttpEngine:
         cached_only: bool = False,
     ) -> Sent:  # fmt: skip
         call = RemoteSendCall(
-            prompt=list(request.prompt), seq_id=request.seq_id, kv_addr_info=to.kv_addr_info, begin=begin,
+            prompt=request.prompt, seq_id=request.seq_id, kv_addr_info=to.kv_addr_info, begin=begin,
             end=to.end if end is None else end, sample=sample, cached_only=cached_only,
             sampling_params=request.sampling_params, cache_salt=request.cache_salt, adapter=request.adapter,
             adapter_digest=request.adapter_digest, mm_features=request.mm_features, priority=request.priority,
@@ -546,7 +546,7 @@ class HttpEngine:
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
         call = StartGenerateCall(
-            prompt=list(request.prompt), seq_id=request.seq_id, begin=begin, output=list(output),
+            prompt=request.prompt, seq_id=request.seq_id, begin=begin, output=list(output),
             sampling_params=request.sampling_params, cache_salt=request.cache_salt, adapter=request.adapter,
             adapter_digest=request.adapter_digest, mm_features=request.mm_features, priority=request.priority,
             background=request.background,

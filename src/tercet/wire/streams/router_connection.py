@@ -28,7 +28,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.spans import read_traceparent, working_in
 from tercet.protocol.sse import FrameSplitter, ItemTooLong
-from tercet.protocol.wire import UNREADABLE, StartGenerateCall, StreamDestination, large_field_of
+from tercet.protocol.wire import UNREADABLE, StartGenerateCall, large_field_of
 from tercet.wire.streams.wire_format import (
     LONGEST_FRAME,
     PROTOCOL,
@@ -46,8 +46,8 @@ from tercet.wire.streams.wire_format import (
 )
 
 logger = logging.getLogger(__name__)
-Start = Callable[[StartGenerateCall, "RouterConnection", StreamDestination], Awaitable[None]]
-"""A function that starts to generate for the router of a connection; it returns once the engine has the sequence."""
+Start = Callable[[StartGenerateCall, "RouterConnection", int], Awaitable[None]]
+"""A function that starts a sequence, with its number at the connection's router; it returns once the engine has it."""
 # Most bytes that a router may leave unread; beyond that it counts as dead. The longest message must not cause that, so
 # a large message that does not fit below this mark ends its sequence.
 MOST_UNSENT = 2 * LONGEST_FRAME
@@ -258,22 +258,24 @@ class RouterConnection(asyncio.Protocol):
                     self._cancelled.popitem(last=False)
         names, traces = chain(command.names, repeat("")), chain(command.traces, repeat(()))
         for received, named, trace in zip(command.starts, names, traces, strict=False):
-            # Also a call that is refused names its sequence, which then ends with the refusal.
-            unread = _unread_calls.decode(received)
             try:
-                call = self._read(received)
+                call, number = self._read(received)
             except TercetError as refusal:
+                # The sequence ends with the refusal; a call that names none violates the protocol.
+                unread = _unread_calls.decode(received)
                 self.send(failed_delta(unread.router.number, len(unread.output), refusal))
             else:
                 place = read_traceparent(*trace[:2]) if trace else None
                 with lines_of_request(named), working_in(place):
-                    self._starting.spawn(self._begin(call, unread.router))
+                    self._starting.spawn(self._begin(call, number))
 
-    def _read(self, received: msgspec.Raw) -> StartGenerateCall:
+    def _read(self, received: msgspec.Raw) -> tuple[StartGenerateCall, int]:
         try:
             call = _calls.decode(received)
         except UNREADABLE as error:
             raise BadRequest(f"start_generate: {error}") from error
+        if call.router is None:
+            raise BadRequest("start_generate: it has no router")
         size, large = len(memoryview(received)), large_field_of(call)
         if size > self._longest_call:
             raise RequestTooLarge(
@@ -281,13 +283,13 @@ class RouterConnection(asyncio.Protocol):
                 "(max_request_bytes in kv_connector_extra_config)",
                 large,
             )
-        return call
+        return call, call.router.number
 
-    async def _begin(self, call: StartGenerateCall, router: StreamDestination) -> None:
+    async def _begin(self, call: StartGenerateCall, number: int) -> None:
         try:
-            await self._start(call, self, router)
+            await self._start(call, self, number)
         except Exception as error:  # an error fails only its sequence
-            self.send(failed_delta(router.number, len(call.output), failure_of(error)))
+            self.send(failed_delta(number, len(call.output), failure_of(error)))
 
 
 def failure_of(error: Exception) -> TercetError:

@@ -125,7 +125,7 @@ class StreamCommand(msgspec.Struct, frozen=True, array_like=True):
 
     cancelled: tuple[int, ...] = ()
     # Encoded ``StartGenerateCall``, each decoded by itself: an invalid call fails only itself. Every call has its
-    # ``router``; its results return as the sequence's deltas.
+    # ``router``, whole as in a body over HTTP; only the number in it is read. Results return as the sequence's deltas.
     starts: tuple[msgspec.Raw, ...] = ()
     # The clients' ids of the requests, empty without one.
     names: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ class StreamCommand(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UnreadCall(msgspec.Struct, frozen=True):
-    """The part of a call that is needed to answer it."""
+    """The part of a call that is needed to refuse it."""
 
     router: StreamDestination
     output: list[msgspec.Raw] = []

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tercet.protocol import EngineError, EngineLoad, EngineUnreachable, OutputStream, RouterUnreachable
-from tercet.protocol.wire import RouterAddress, StartGenerateCall, StreamDestination
+from tercet.protocol.wire import RouterAddress, StartGenerateCall
 from tercet.wire.client import StreamListener, http_engine, stream_listener
 from tercet.wire.client.stream_listener import StreamKeeper
 from tercet.wire.streams import RouterConnection, RouterConnections
@@ -45,7 +45,7 @@ class FakeEngine:
         self.alive: Callable[[], Awaitable[object]] = self._answer
         self.asked = 0
 
-    async def start(self, call: StartGenerateCall, link: RouterConnection, router: StreamDestination) -> None:
+    async def start(self, call: StartGenerateCall, link: RouterConnection, number: int) -> None:
         raise AssertionError("nobody asked for a sequence")
 
     async def connect(self, router: RouterAddress) -> None:

@@ -42,14 +42,14 @@ class Started:
         self.calls: list[tuple[str, int]] = []
         self.errors: dict[str, Exception] = {}
 
-    async def start(self, call: StartGenerateCall, link: RouterConnection, router: StreamDestination) -> None:
+    async def start(self, call: StartGenerateCall, link: RouterConnection, number: int) -> None:
         assert link.open
-        self.calls.append((call.seq_id, router.number))
+        self.calls.append((call.seq_id, number))
         if call.seq_id in self.errors:
             raise self.errors[call.seq_id]
 
 
-async def no_start(call: StartGenerateCall, link: RouterConnection, router: StreamDestination) -> None:
+async def no_start(call: StartGenerateCall, link: RouterConnection, number: int) -> None:
     raise AssertionError("nobody asked for a sequence")
 
 

@@ -52,7 +52,6 @@ from tercet.protocol.wire import (
     ReleaseCall,
     RemoteSendCall,
     StartGenerateCall,
-    StreamDestination,
 )
 from tercet.router.request_bodies import LARGEST_AT_ONCE, BodiesHeld
 from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer
@@ -212,7 +211,7 @@ class Verbs:
         outputs = self._outputs(call)
         if call.router is not None:
             link = await self.relay.router_connections.connect(call.router.address, call.router.key)
-            self.relay.start(call.seq_id, link, call.router, len(call.output), outputs)
+            self.relay.start(call.seq_id, link, call.router.number, len(call.output), outputs)
             return {"accepted": True}
         if call.stream:
             return await event_stream(http, outputs)
@@ -221,8 +220,8 @@ class Verbs:
             raise UnknownSequence("the sequence was aborted before its first token", "seq_id")
         return whole
 
-    async def _relay(self, call: StartGenerateCall, link: RouterConnection, router: StreamDestination) -> None:
-        self.relay.start(call.seq_id, link, router, len(call.output), self._outputs(call))
+    async def _relay(self, call: StartGenerateCall, link: RouterConnection, number: int) -> None:
+        self.relay.start(call.seq_id, link, number, len(call.output), self._outputs(call))
 
     def _outputs(self, call: StartGenerateCall) -> OutputStream:
         request = request_of(call)
@@ -391,15 +390,13 @@ class StreamRelay:
         self.senders: dict[str, SequenceSender] = {}
         self._tasks = TaskSet()
 
-    def start(
-        self, seq_id: str, link: RouterConnection, router: StreamDestination, position: int, outputs: OutputStream
-    ) -> None:
+    def start(self, seq_id: str, link: RouterConnection, number: int, position: int, outputs: OutputStream) -> None:
         """Generate; ``position`` is the position of the first token in the sequence's output. Errors are also sent.
 
         Raises :class:`~tercet.protocol.Conflict` if the sequence was cancelled before it began.
         """
         running: list[asyncio.Task[None]] = []
-        sender = link.sender(router.number, position, lambda: [task.cancel() for task in running])
+        sender = link.sender(number, position, lambda: [task.cancel() for task in running])
         self.senders.setdefault(seq_id, sender)  # the engine refuses a second sequence with the same id
         running.append(self._tasks.spawn(self._relay(seq_id, sender, outputs)))
 
