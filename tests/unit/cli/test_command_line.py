@@ -197,6 +197,8 @@ main()
         "up --bogus", "up --port x", "up --help", "router --bogus", "router --help", "engine --bogus",
         "engine --port 0", "down", "down --bogus", "scale --bogus", "chat --bogus", "program --bogus",
         "engines add", "trace --bogus", "top --bogus", "doctor --bogus",
+        "planner --help", "planner --bogus", "sidecar --help", "sidecar --bogus", "model-router --help",
+        "model-router --bogus", "conformance --help", "conformance --bogus", "epp --help", "epp --bogus",
     ],
 )  # fmt: skip
 def test_a_command_that_does_little_imports_little(line: str, tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_an_upgrade_replaces_the_only_other_fleet(announce: Announce) -> None:
 def test_a_planner_takes_the_only_fleet(announce: Announce, monkeypatch: pytest.MonkeyPatch) -> None:
     announce(23000)
     planned: list[str] = []
-    monkeypatch.setattr("tercet_planner.commands.planner.serve_planner", lambda config: planned.append(config.url))
+    monkeypatch.setattr("tercet_planner.live_planner.serve_planner", lambda config: planned.append(config.url))
     for given in ([], ["--port", "23010"], ["--url", "http://10.0.0.5:1"]):
         assert app._run(["planner", *given]) == 0
     assert planned == ["http://127.0.0.1:23000", "http://127.0.0.1:23010", "http://10.0.0.5:1"]

@@ -308,8 +308,7 @@ class SidecarConfig(Settings, frozen=True, kw_only=True):
     prefill_timeout: PrefillTimeout = TIMEOUT_S
     prefill_stuck_after: PrefillStuckAfter = STUCK_AFTER_S
     stuck_after_s: Annotated[
-        Seconds,
-        Setting("Time without a heartbeat of the engine after which waiting requests fail.", unit="seconds"),
+        Seconds, Setting("Time without a heartbeat of the engine after which waiting requests fail.", unit="seconds")
     ] = msgspec.field(default=10.0, name="stuck-after")
     # Longest gap in the answer of an engine that sends heartbeats.
     idle_timeout_s: Seconds = 300.0

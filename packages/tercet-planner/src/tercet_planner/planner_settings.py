@@ -28,8 +28,7 @@ class PlannerConfig(Settings, frozen=True):
         Port | None, Setting("Port of that router on this machine, instead of --url.", flag="--port")
     ] = None
     profile: Annotated[
-        str,
-        Setting("Profile of an engine for simulations: a name that `tercet bench profile` lists, or a JSON file."),
+        str, Setting("Profile of an engine for simulations: a name that `tercet bench profile` lists, or a JSON file.")
     ] = "llama-3.1-8b-h100-tp1"
     planner: PlannedBy = "simulate"
     act: Annotated[

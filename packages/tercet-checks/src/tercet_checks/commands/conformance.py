@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -11,7 +10,6 @@ import typer
 
 from tercet.cli.terminal import progress, say
 from tercet.settings import SECRET_VARIABLE, require_url
-from tercet_checks.conformance import CheckResult, run_checks
 
 
 def conformance(
@@ -42,6 +40,8 @@ def conformance(
     - `tercet conformance http://127.0.0.1:8001 --peer http://127.0.0.1:8002`
     - `tercet conformance http://127.0.0.1:8001 --peer http://127.0.0.1:8002 --only kv-arrives --only late-writes`
     """
+    from tercet_checks.conformance import run_checks
+
     require_url(url, "URL")
     if peer is not None:
         require_url(peer, "--peer")
@@ -52,20 +52,18 @@ def conformance(
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode({"url": url, "peer": peer, "checks": results})))
     else:
-        for line in _in_words(results):
-            say(line)
+        # A row for each check, then what failed, next to the shell's prompt.
+        width = max(len(each.check) for each in results)
+        for each in results:
+            say(f"{each.state:7}  {each.check:{width}}  {each.what if each.state == 'skipped' else each.promise}")
+        for each in results:
+            if each.state == "failed":
+                say(f"\n{each.check}: {each.what}")
+                for name in ("promise", "sent", "came", "remedy"):
+                    say(f"  {name:7}  {getattr(each, name)}")
+        counts = [
+            f"{sum(each.state == state for each in results)} {state}" for state in ("passed", "failed", "skipped")
+        ]
+        say(f"\n{', '.join(counts)}")
     if any(each.state == "failed" for each in results):
         raise typer.Exit(1)
-
-
-def _in_words(results: Sequence[CheckResult]) -> Iterator[str]:
-    """Return the results as lines: a row for each check, then what failed, next to the shell's prompt."""
-    width = max(len(each.check) for each in results)
-    for each in results:
-        yield f"{each.state:7}  {each.check:{width}}  {each.what if each.state == 'skipped' else each.promise}"
-    for each in results:
-        if each.state == "failed":
-            yield f"\n{each.check}: {each.what}"
-            yield from (f"  {name:7}  {getattr(each, name)}" for name in ("promise", "sent", "came", "remedy"))
-    counts = [f"{sum(each.state == state for each in results)} {state}" for state in ("passed", "failed", "skipped")]
-    yield f"\n{', '.join(counts)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tercet.cli.setting_flags import settings_command
 from tercet.cluster.ports import require_free
 from tercet_gateway.gateway_settings import ModelRouterConfig
-from tercet_gateway.model_router import keys_of, serve
 
 
 @settings_command(ModelRouterConfig)
@@ -19,6 +18,8 @@ def model_router(config: ModelRouterConfig) -> None:
     - `tercet model-router --router http://127.0.0.1:8001 --router http://127.0.0.1:8002`
     - `tercet model-router --router http://10.0.0.7:8000,weight=9 --router http://10.0.0.8:8000,weight=1`
     """
+    from tercet_gateway.model_router import keys_of, serve
+
     keys_of(config)  # refuses what is open to other machines before anything listens
     if config.port:
         require_free(config.host, config.port)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tercet.cli.setting_flags import settings_command
 from tercet.cluster.ports import require_free
 from tercet_gateway.gateway_settings import SidecarConfig
-from tercet_gateway.sidecar import require_usable, serve
 
 
 @settings_command(SidecarConfig)
@@ -19,6 +18,8 @@ def sidecar(config: SidecarConfig) -> None:
     - `tercet sidecar --engine http://127.0.0.1:8001 --port 8000 --prefill-hosts 10.0.0.0/8:8000`
     - `tercet sidecar --engine http://127.0.0.1:8001 --connector nixl --prefill-hosts *.prefill.svc:8000`
     """
+    from tercet_gateway.sidecar import require_usable, serve
+
     require_usable(config)
     if config.port:
         require_free(config.host, config.port)

@@ -6,7 +6,6 @@ import msgspec
 
 from tercet.cli.setting_flags import settings_command
 from tercet.cli.which_fleet import WhichFleet
-from tercet_planner.live_planner import serve_planner
 from tercet_planner.planner_settings import PlannerConfig
 
 
@@ -23,5 +22,7 @@ def planner(config: PlannerConfig) -> None:
     - `tercet planner --act roles --profile mine.json --planner-interval 30`
     - `tercet planner --planner mine.py:wanted`
     """
+    from tercet_planner.live_planner import serve_planner
+
     url = WhichFleet(config.url or None, config.router_port).router_url()
     serve_planner(msgspec.structs.replace(config, url=url, router_port=None))
