@@ -1,9 +1,12 @@
-"""The map of design.md is the table of layers."""
+"""The map of design.md is the table of layers, and its walks pass few files."""
 
 from __future__ import annotations
 
 import re
 
+import pytest
+
+from tests.sources import PRODUCT
 from tests.unit.test_layers import BESIDE, LAYERS
 
 from .pages import DOCS
@@ -27,3 +30,34 @@ def test_the_map_has_the_floors_of_the_table() -> None:
     assert shown == LAYERS
     assert list(shown) == sorted(shown, reverse=True)
     assert {name for line in packages.splitlines() for name in line[NAMES].split()} == BESIDE.keys()
+
+
+# A walk that passes more files than these is too long: merge what one must read together.
+MOST_FILES = {
+    "A chat request, from socket to socket": 16,
+    "An abort, from socket to vLLM": 11,
+    "A KV block, from cache to cache": 17,
+    "A move, from one engine to another": 10,
+    "A setting, from declaration to use": 6,
+}
+
+
+def files_of(walk: str) -> set[str]:
+    """The files that the numbered steps of a walk name, some of them by the end of their path."""
+    section = PAGE.split(f"## {walk}\n")[1].split("\n## ")[0]
+    steps = re.findall(r"^\d+\. .*(?:\n .*)*", section, re.MULTILINE)
+    names = {name for step in steps for name in re.findall(r"`([\w/]+\.py)`", step)}
+    paths = [path.relative_to(PRODUCT).as_posix() for path in PRODUCT.rglob("*.py")]
+    found = {name: [path for path in paths if f"/{path}".endswith(f"/{name}")] for name in names}
+    assert all(len(places) == 1 for places in found.values()), found
+    return {places[0] for places in found.values()}
+
+
+@pytest.mark.parametrize("walk", MOST_FILES)
+def test_a_walk_passes_few_files(walk: str) -> None:
+    files = files_of(walk)
+    assert 3 < len(files) <= MOST_FILES[walk], sorted(files)
+
+
+def test_every_walk_is_counted() -> None:
+    assert set(re.findall(r"^## (An? .+, from .+)$", PAGE, re.MULTILINE)) == MOST_FILES.keys()
