@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tercet.protocol import BadRequest, EngineError, UnknownPath
-from tercet.wire.client.bounded_answers import ask_router
 
 STEPS = (0.05, 0.25, 0.5, 1.0)
 RolloutState = Literal["shifting", "shifted", "returned"]
@@ -222,9 +221,7 @@ class Upgrade:
     async def _put(self, weights: Mapping[str, float | None]) -> Backends:
         """Make these the model router's routers, without those whose weight is None."""
         routers = [{"url": url, "weight": weight} for url, weight in weights.items() if weight is not None]
-        body = {"routers": routers}
-        found: list[dict[str, Any]] = await ask_router(self._url, "PUT", "/backends", body, self._key)
-        return {each["url"]: each for each in found}
+        return await _asked("PUT", self._url, self._key, {"routers": routers})
 
 
 async def require_listed(url: str, key: str, router: str) -> Backends:
@@ -237,9 +234,15 @@ async def require_listed(url: str, key: str, router: str) -> Backends:
 
 async def _listed(url: str, key: str) -> Backends:
     try:
-        found: list[dict[str, Any]] = await ask_router(url, "GET", "/backends", admin_key=key)
+        return await _asked("GET", url, key)
     except UnknownPath as error:
         raise BadRequest(f"--model-router: the server at {url} is not a model router", "--model-router") from error
+
+
+async def _asked(method: str, url: str, key: str, body: Any = None) -> Backends:
+    from tercet.wire.client.bounded_answers import ask_router  # not for the help of the command
+
+    found: list[dict[str, Any]] = await ask_router(url, method, "/backends", body, key)
     return {each["url"]: each for each in found}
 
 

@@ -145,10 +145,7 @@ def upgrade(given: UpgradeFlags) -> None:
 
 
 async def _run(changed: Upgrade) -> None:
-    """Run the upgrade; exit with 130 or 143 after a signal.
-
-    After a signal the old fleet gets all requests, unless the new fleet already had all of them.
-    """
+    """Run the upgrade. After a signal the old fleet gets all requests unless the new one has them; exit 130 or 143."""
     task = asyncio.ensure_future(changed.run())
 
     def stop() -> None:
