@@ -122,9 +122,9 @@ class TextLines(logging.Formatter):
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        named, place = _request_of(record), current_span()
+        named, span = _request_of(record), current_span()
         about = [f"x-request-id {named}"] if named else []
-        about += [f"trace {place.trace_id}"] if place is not None else []
+        about += [f"trace {span.trace_id}"] if span is not None else []
         text = super().formatMessage(record)
         return _in_one_line(f"{text} [{', '.join(about)}]" if about else text)
 
@@ -148,8 +148,8 @@ class JsonLines(logging.Formatter):
         line |= getattr(record, FIELDS, {})
         if named := _request_of(record):
             line[REQUEST_ID] = named
-        if (place := current_span()) is not None:
-            line |= {"trace_id": place.trace_id, "span_id": place.span_id}
+        if (span := current_span()) is not None:
+            line |= {"trace_id": span.trace_id, "span_id": span.span_id}
         try:
             return msgspec.json.encode(line, enc_hook=str).decode()
         except (
@@ -370,7 +370,7 @@ class LoggedGeneration:
     """A running generation and its log line, which names the request that the current task works for.
 
     The line is written at the end: a token stream carries the output long after the call was answered. It is an
-    :class:`~tercet.protocol.stream.OutputObserver` that counts output tokens. ``place`` is the generation's
+    :class:`~tercet.protocol.stream.OutputObserver` that counts output tokens. ``span`` is the generation's
     span in a distributed trace, or None.
     """
 
@@ -378,7 +378,7 @@ class LoggedGeneration:
         self.began = time.monotonic()
         attributes = {"tercet.verb": "start_generate", "tercet.seq_id": seq_id, "gen_ai.request.model": model}
         self._span = span_of("start_generate", {**attributes, "gen_ai.usage.input_tokens": prompt_tokens}, "server")
-        self.place = self._span.begin() or current_span()
+        self.span = self._span.begin() or current_span()
         self._found: dict[str, Any] = {"verb": "start_generate", "seq_id": seq_id, "model": model}
         self._found["prompt_tokens"] = prompt_tokens
         if named := request_id():

@@ -154,7 +154,7 @@ def _listed(name: str) -> Any:
     """Return a command with the real one's help, read from the source of its module, which is not imported."""
     if not MODULES.get(name) and name not in entry_points(COMMANDS):
         return Command(name, help=f"Not installed: pip install 'tercet[{EXTRA_OF[name]}]'")
-    module, wanted = place_of(name)
+    module, wanted = entry_point_of(name)
     source = _source(module).read_text(encoding="utf-8")
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and node.name == wanted:
@@ -166,7 +166,7 @@ def _listed(name: str) -> Any:
     raise AssertionError(f"{module} does not define the command {name}")
 
 
-def place_of(name: str) -> tuple[str, str]:
+def entry_point_of(name: str) -> tuple[str, str]:
     """Return the module of an installed command, and the command's name in it."""
     if module := MODULES.get(name):
         return f"tercet.cli.{module}", name.replace("-", "_")
@@ -191,7 +191,7 @@ def _built(name: str) -> Any:
     if name not in MODULES and name not in entry_points(COMMANDS):
         raise KeyError(name)
     if MODULES.get(name):
-        module, wanted = place_of(name)
+        module, wanted = entry_point_of(name)
         found: Any = getattr(import_module(module), wanted)
     else:
         found = provided(COMMANDS, name, EXTRA_OF.get(name, ""), f"tercet {name}")

@@ -276,11 +276,11 @@ class ModelLimits:
 class EngineRequest(Protocol):
     """One request of the engine, with Tercet's id and without output in its ``prompt``.
 
-    ``place`` is its place in a distributed trace, or None. ``num_cached`` is the number of tokens that were not
+    ``span`` is its span in a distributed trace, or None. ``num_cached`` is the number of tokens that were not
     computed for it, once it has an output.
     """
 
-    place: SpanContext | None
+    span: SpanContext | None
 
     @property
     def request_id(self) -> str: ...

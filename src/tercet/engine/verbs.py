@@ -249,7 +249,7 @@ class DecodingSequence:
     def __post_init__(self) -> None:
         self._num_given = len(self.tokens)
         self._logged = LoggedGeneration(self.seq_id, self.model, self._num_given)
-        self.request.place = self._logged.place
+        self.request.span = self._logged.span
 
     @property
     def age(self) -> float:

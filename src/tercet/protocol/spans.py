@@ -95,21 +95,21 @@ def current_span() -> SpanContext | None:
 
 
 class working_in:
-    """Context in which work, and tasks started meanwhile, belong to ``place``. Leave it in the task that entered it.
+    """Context in which work, and tasks started meanwhile, belong to ``span``. Leave it in the task that entered it.
 
     A class and not a generator, which would be slower: every call uses one.
     """
 
-    __slots__ = ("_place", "_token")
+    __slots__ = ("_span", "_token")
 
-    def __init__(self, place: SpanContext | None) -> None:
-        self._place = place
+    def __init__(self, span: SpanContext | None) -> None:
+        self._span = span
         self._token: Token[SpanContext | None] | None = None
 
     def __enter__(self) -> SpanContext | None:
-        if self._place is not None:
-            self._token = _current.set(self._place)
-        return self._place
+        if self._span is not None:
+            self._token = _current.set(self._span)
+        return self._span
 
     def __exit__(self, *_: object) -> None:
         if self._token is not None:
@@ -123,7 +123,7 @@ class Span(NamedTuple):
     """One finished piece of work."""
 
     name: str
-    place: SpanContext
+    context: SpanContext
     # A span's id, empty for the first span of a trace.
     parent: str
     # Unix times in nanoseconds.
@@ -142,7 +142,7 @@ class SpanSink(Protocol):
     """The receiver of the spans of this process."""
 
     def enters(self, caller: SpanContext | None, name: str, attributes: Mapping[str, Any]) -> SpanContext:
-        """Return the place of new work, below its ``caller`` if that is not None, and decide whether it is sampled."""
+        """Return the span of new work, below its ``caller`` if that is not None, and decide whether it is sampled."""
         ...
 
     def take(self, spans: Iterable[Span]) -> None:
@@ -160,30 +160,30 @@ process = _SpansHere()
 
 
 class span_of:
-    """Context that records work for the current place as a span below it.
+    """Context that records work for the current context as a span below it.
 
-    It yields the span's place, or None without a sink.
+    It yields the span's context, or None without a sink.
 
     The caller may add to ``attributes`` until the end. An exception that leaves the context is the span's error.
     """
 
-    __slots__ = ("_began", "_caller", "_kind", "_name", "_token", "attributes", "place")
+    __slots__ = ("_began", "_caller", "_kind", "_name", "_token", "attributes", "context")
 
     def __init__(self, name: str, attributes: dict[str, Any], kind: Kind = "internal") -> None:
         self.attributes = attributes
         self._name = name
         self._kind: Kind = kind
-        self.place: SpanContext | None = None
+        self.context: SpanContext | None = None
         self._token: Token[SpanContext | None] | None = None
 
     def __enter__(self) -> SpanContext | None:
         if process.sink is None:
             return None
         self._caller = _current.get()
-        self.place = process.sink.enters(self._caller, self._name, self.attributes)
+        self.context = process.sink.enters(self._caller, self._name, self.attributes)
         self._began = time.time_ns()
-        self._token = _current.set(self.place)
-        return self.place
+        self._token = _current.set(self.context)
+        return self.context
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if self._token is None:
@@ -192,24 +192,24 @@ class span_of:
         self.end(getattr(error, "code", type(error).__name__) if error is not None else "", str(error or ""))
 
     def begin(self) -> SpanContext | None:
-        """Begin the span for work that ends elsewhere, by :meth:`end`; the current place stays as it is."""
-        place, token = self.__enter__(), self._token
+        """Begin the span for work that ends elsewhere, by :meth:`end`; the current context stays as it is."""
+        context, token = self.__enter__(), self._token
         if token is not None:
             _current.reset(token)
             self._token = None
-        return place
+        return context
 
     def end(self, error: str = "", reason: str = "") -> None:
         """Export the span: its work has ended, with the error code ``error`` if that is not empty."""
-        sink, place = process.sink, self.place
+        sink, context = process.sink, self.context
         # The sink may have been closed since the span began.
-        if sink is None or place is None or not place.sampled:
+        if sink is None or context is None or not context.sampled:
             return
         parent = "" if self._caller is None else self._caller.span_id
         sink.take(
             [
                 Span(
-                    self._name, place, parent, self._began, time.time_ns(), self._kind, self.attributes,
+                    self._name, context, parent, self._began, time.time_ns(), self._kind, self.attributes,
                     error=error, reason=reason,
                 )
             ]

@@ -171,11 +171,11 @@ async def _supervise(config: RouterConfig, common: Path, channel: socket.socket 
             if first and len(serving) == config.workers:
                 log_ready(config)
 
-        places = [
-            Place(config, index, listening, loads, common / "metrics", hurried, forks, on_serving)
+        slots = [
+            WorkerSlot(config, index, listening, loads, common / "metrics", hurried, forks, on_serving)
             for index in range(config.workers)
         ]
-        keeping = [asyncio.create_task(place.keep()) for place in places]
+        keeping = [asyncio.create_task(place.keep()) for place in slots]
         waiting = asyncio.create_task(stopped.wait())
         try:
             done, _ = await asyncio.wait([waiting, *keeping], return_when=asyncio.FIRST_COMPLETED)
@@ -220,8 +220,8 @@ class Reports:
 
 
 @dataclass(frozen=True)
-class Place:
-    """One worker's place: its process is started, watched and replaced."""
+class WorkerSlot:
+    """One worker's slot: its process is started, watched and replaced."""
 
     config: RouterConfig
     index: int

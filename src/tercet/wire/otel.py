@@ -69,9 +69,9 @@ class OtelSpans:
 
     def take(self, spans: Iterable[Span]) -> None:
         for span in spans:
-            if not span.place.sampled:
+            if not span.context.sampled:
                 continue
-            context = _context(span.place)
+            context = _context(span.context)
             parent = None
             if span.parent:
                 parent = OtelContext(context.trace_id, int(span.parent, 16), is_remote=span.kind == "server")

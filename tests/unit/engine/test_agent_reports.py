@@ -96,6 +96,6 @@ async def test_a_receive_is_a_span_below_its_sender_s(monkeypatch: pytest.Monkey
         reports._socket.close()
         reporter.close()
     (span,) = sink.spans
-    assert (span.name, span.parent, span.place.trace_id) == ("receive", SENDER.span_id, SENDER.trace_id)
+    assert (span.name, span.parent, span.context.trace_id) == ("receive", SENDER.span_id, SENDER.trace_id)
     assert (span.began_ns, span.ended_ns, span.error, span.reason) == (5, 9, "transfer_failed", "gone")
     assert span.attributes == {"tercet.rank": 1, "tercet.bytes": 64}

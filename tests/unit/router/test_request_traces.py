@@ -266,7 +266,7 @@ def test_a_retry_is_linked_to_the_call_that_failed_last_on_the_engine_at_fault()
     found = spans([killed, retry, again], [earlier, other, later])
     by_name = {span.name: span for span in found if span.name != "start_generate"}
     assert [link.span_id for link in by_name["retry"].links] == [killed.span]
-    errors = {span.place.span_id: span.error for span in found if span.name == "start_generate"}
+    errors = {span.context.span_id: span.error for span in found if span.name == "start_generate"}
     assert errors == {killed.span: "engine_unreachable", again.span: ""}
     assert by_name["POST /v1/completions"].error == ""
 

@@ -22,7 +22,7 @@ import pytest
 from tercet.aio.warm_parent import Forks, NoFork
 from tercet.cluster.ports import free_ports
 from tercet.router import workers
-from tercet.router.workers import Place, Shared
+from tercet.router.workers import Shared, WorkerSlot
 from tercet.settings import EngineAddress, RouterConfig
 from tercet.settings.process_settings import COLD, WARM_PARENT_VARIABLE
 from tests.longest_wait import LONGEST_WAIT_S, wait_until
@@ -60,7 +60,7 @@ os._exit(3)
     )
     with socket.socket() as listening:
         serving: list[int] = []
-        place = Place(CONFIG, 0, listening, loads, tmp_path, asyncio.Event(), on_serving=serving.append)
+        place = WorkerSlot(CONFIG, 0, listening, loads, tmp_path, asyncio.Event(), on_serving=serving.append)
         try:
             async with asyncio.timeout(LONGEST_WAIT_S):
                 assert await place._one() == (3, says)
@@ -109,15 +109,15 @@ async def test_workers_that_the_system_does_not_start_are_failures_and_not_the_e
     monkeypatch.setattr(workers, "RETRY_DELAY_S", 0.001)
     lives = iter([(0, True), OSError(28, "No space left on device"), (0, True), *[OSError(11, "try again")] * 10])
 
-    async def one(_: Place) -> tuple[int, bool]:
+    async def one(_: WorkerSlot) -> tuple[int, bool]:
         found = next(lives)
         if isinstance(found, OSError):
             raise found
         return found
 
-    monkeypatch.setattr(Place, "_one", one)
+    monkeypatch.setattr(WorkerSlot, "_one", one)
     with socket.socket() as listening:
-        assert await Place(CONFIG, 0, listening, loads, tmp_path, asyncio.Event()).keep() == 1
+        assert await WorkerSlot(CONFIG, 0, listening, loads, tmp_path, asyncio.Event()).keep() == 1
     assert len(list(lives)) == 10 - workers.MOST_FAILURES
 
 
@@ -130,7 +130,7 @@ async def test_a_worker_that_is_stopped_is_killed_and_its_neighbour_is_not(
     serving = asyncio.Queue[int]()
     with socket.socket() as listening:
         places = [
-            Place(CONFIG, index, listening, loads, tmp_path, asyncio.Event(), on_serving=serving.put_nowait)
+            WorkerSlot(CONFIG, index, listening, loads, tmp_path, asyncio.Event(), on_serving=serving.put_nowait)
             for index in range(2)
         ]
         os.ftruncate(loads, workers.LOAD_BYTES * 2)
@@ -194,6 +194,6 @@ async def test_a_worker_that_is_not_forked_imports_by_itself(
     ours, theirs = socket.socketpair()
     with ours, theirs, tempfile.TemporaryFile() as loads, caplog.at_level(logging.WARNING, "tercet.router.workers"):
         config = RouterConfig(model="m", engines=(EngineAddress("e", "http://127.0.0.1:1"),))
-        place = Place(config, 1, ours, loads.fileno(), tmp_path, asyncio.Event(), Refusing())
+        place = WorkerSlot(config, 1, ours, loads.fileno(), tmp_path, asyncio.Event(), Refusing())
         assert await place._start(theirs) is cold  # pyright: ignore[reportPrivateUsage]
     assert "worker 1 imports vLLM itself: it has 2 Python threads" in caplog.text

@@ -381,10 +381,10 @@ class EndpointPickerService:
         with (
             lines_of_request(headers.get(REQUEST_ID_HEADER, "")),
             working_in(span_context_of(headers)),
-            span_of("pick", attributes, "server") as place,
+            span_of("pick", attributes, "server") as span,
         ):
             picked = await self._picker.pick(call, exchange.candidates)
-            if place is not None:
+            if span is not None:
                 attributes |= {"tercet.decode": [*picked.decode], "tercet.prefill": picked.prefill}
             return picked
 

@@ -232,8 +232,8 @@ class Proxy:
         call = SplitCall(http.path, body.content, fields, shown, request_id, seq_id)
         async with AsyncExitStack() as held:
             attributes = {"url.path": http.path, "tercet.seq_id": seq_id, "tercet.prefillers": [*hosts]}
-            with span_of("prefill", attributes, "server") as place:
-                shown |= {} if place is None else place.headers()
+            with span_of("prefill", attributes, "server") as span:
+                shown |= {} if span is None else span.headers()
                 prepared = await held.enter_async_context(self._connector.prefilled(call, hosts, traces[0]))
             await self._forward(http, answer, prepared, held)
 

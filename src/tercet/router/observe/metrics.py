@@ -72,13 +72,13 @@ class Exemplars:
         self._kept: dict[Bucket, KeptExemplar] = {}
 
     def note(
-        self, histogram: str, labels: Mapping[str, str], value: float, at: float, place: SpanContext, span: str = ""
+        self, histogram: str, labels: Mapping[str, str], value: float, at: float, context: SpanContext, span: str = ""
     ) -> None:  # fmt: skip
-        """Keep a measurement of a ``span``, or of ``place``, if its trace is sampled; ``at`` is a Unix time (s)."""
-        if not place.sampled:
+        """Keep a measurement of a ``span``, or of ``context``, if its trace is sampled; ``at`` is a Unix time (s)."""
+        if not context.sampled:
             return
         in_bucket = {**labels, "le": _BOUNDS[bisect_left(SECONDS, value)]}
-        found = KeptExemplar(histogram, in_bucket, value, at, place.trace_id, span or place.span_id)
+        found = KeptExemplar(histogram, in_bucket, value, at, context.trace_id, span or context.span_id)
         # One for each bucket and label, as OpenMetrics has it; the oldest goes when there are too many labels.
         self._kept.pop(found.bucket, None)  # so that the newest is the last
         self._kept[found.bucket] = found
@@ -262,18 +262,18 @@ class Metrics:
         self._sequences.labels(trace.program).inc()
         if trace.decision is not None:
             self._routed(trace, trace.decision)
-        place = current_span()
+        context = current_span()
         if trace.ttft is not None:
-            self._observe(self._ttft, TTFT, {"program": trace.program}, trace.ttft, place)
+            self._observe(self._ttft, TTFT, {"program": trace.program}, trace.ttft, context)
             if slowest := trace.slowest_engine:
                 self._ttft_by_engine.labels(slowest).observe(trace.ttft)
         if trace.tpot is not None:
-            self._observe(self._tpot, TPOT, {"program": trace.program}, trace.tpot, place)
+            self._observe(self._tpot, TPOT, {"program": trace.program}, trace.tpot, context)
         for event in trace.events:
             if event.verb in (FALLBACK, RETRY):
                 continue
             verb = {"verb": event.verb, "engine": event.engine}
-            self._observe(self._verb, VERB, verb, event.seconds, place, event.span)
+            self._observe(self._verb, VERB, verb, event.seconds, context, event.span)
             if event.predicted is not None:
                 pair = trace.program, event.engine
                 self._predicted.labels(*pair).inc(event.predicted)
@@ -304,13 +304,13 @@ class Metrics:
             self._pulls.labels("failed").inc()
 
     def _observe(
-        self, histogram: Histogram, name: str, labels: dict[str, str], value: float, place: SpanContext | None,
+        self, histogram: Histogram, name: str, labels: dict[str, str], value: float, context: SpanContext | None,
         span: str = "",
     ) -> None:  # fmt: skip
         """Observe ``value``; ``labels`` are in the order of the histogram's declaration."""
         histogram.labels(*labels.values()).observe(value)
-        if place is not None:
-            self.exemplars.note(name, labels, value, time.time(), place, span)
+        if context is not None:
+            self.exemplars.note(name, labels, value, time.time(), context, span)
 
     def moved(self, move: MoveRecord) -> None:
         if len(self._reasons) < MOST_REASONS:

@@ -87,27 +87,27 @@ class RequestTrace(msgspec.Struct, frozen=True):
 
 
 class FollowedRequest:
-    """A running request; ``caller`` is its client's place in a distributed trace, ``place`` the request's own place.
+    """A running request; ``caller`` is its client's span in a distributed trace, ``span`` the request's own span.
 
     ``is_id_made`` is true if the router made its id, since the client sent no ``x-request-id``.
     """
 
-    __slots__ = ("_at", "_began", "caller", "context", "is_id_made", "place", "request_id", "waited")
+    __slots__ = ("_at", "_began", "caller", "context", "is_id_made", "request_id", "span", "waited")
 
     def __init__(
-        self, context: RequestContext, request_id: str, caller: SpanContext | None, place: SpanContext | None
+        self, context: RequestContext, request_id: str, caller: SpanContext | None, span: SpanContext | None
     ) -> None:
         self.context = context
         self.request_id = request_id
         self.caller = caller
-        self.place = place
+        self.span = span
         self.waited = 0.0
         self.is_id_made = False
         self._began = context.began
         self._at = time.time() - (time.monotonic() - context.began)
 
     def seen(self, move_of: MoveOf, is_over: bool = True, error: TercetError | None = None) -> RequestTrace:
-        context, place = self.context, self.place
+        context, span = self.context, self.span
         pairs = zip(cast("list[RunningSequence]", context.sequences), cast("list[Trace]", context.traces), strict=False)
         sequences = [_sequence(sequence, trace, self._began, move_of) for sequence, trace in pairs]
         error = error or context.failed
@@ -116,13 +116,13 @@ class FollowedRequest:
             # Without an error and without an end: the client left, or the stream was closed with it.
             ended = not context.client_left and all(each.ended for each in context.sequences)
             outcome = SERVED if ended else LEFT
-        has_span = place is not None and place is not self.caller
+        has_span = span is not None and span is not self.caller
         return RequestTrace(
             request_id=self.request_id, path=context.path, model=kept_name(context.asked.model or ""), at=self._at,
             seconds=time.monotonic() - self._began, outcome=outcome, reason="" if error is None else error.message,
             waited=self.waited, process=os.getpid(), stream=bool(context.asked.stream),
-            trace_id="" if place is None else place.trace_id,
-            span=place.span_id if place is not None and has_span else "",
+            trace_id="" if span is None else span.trace_id,
+            span=span.span_id if span is not None and has_span else "",
             parent="" if self.caller is None else self.caller.span_id, sequences=sequences,
         )  # fmt: skip
 
@@ -152,7 +152,7 @@ class RequestTraces:
         self,
         kept: int = KEPT,
         move_of: MoveOf = lambda _: None,
-        on_end: Callable[[RequestTrace, SpanContext], object] = lambda trace, place: None,
+        on_end: Callable[[RequestTrace, SpanContext], object] = lambda trace, span: None,
     ) -> None:
         self._kept = kept
         self._move_of = move_of
@@ -166,10 +166,10 @@ class RequestTraces:
     @contextmanager
     def following(
         self, context: RequestContext, request_id: str, caller: SpanContext | None = None,
-        place: SpanContext | None = None,
+        span: SpanContext | None = None,
     ) -> Generator[FollowedRequest]:  # fmt: skip
         """Follow a request while entered, and keep its trace at the exit."""
-        followed = FollowedRequest(context, kept_name(request_id), caller, place)
+        followed = FollowedRequest(context, kept_name(request_id), caller, span)
         self._running[followed] = None
         try:
             yield followed
@@ -181,8 +181,8 @@ class RequestTraces:
         if isinstance(followed.context.failed, Unauthorized):  # callers without a key must not displace kept traces
             return
         trace = followed.seen(self._move_of)
-        if followed.place is not None and followed.place.sampled and followed.place is not followed.caller:
-            self._on_end(trace, followed.place)
+        if followed.span is not None and followed.span.sampled and followed.span is not followed.caller:
+            self._on_end(trace, followed.span)
         if not self._kept:
             return
         encoded = _encode(trace)
@@ -252,8 +252,8 @@ _COUNTS = ("begin", "end", "cached", "received", "computed")
 _OTHERS = ("bytes", "chunks", "transport", "to")
 
 
-def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
-    """Yield the span of a request at ``place``, and below it admission, picks, calls, first tokens, retries, moves."""
+def spans_of(trace: RequestTrace, span: SpanContext) -> Iterator[Span]:
+    """Yield ``span``, that of a request, and below it admission, picks, calls, first tokens, retries, moves."""
     at = int(trace.at * NANOSECONDS)
     attributes = request_attributes(trace.path, trace.model, trace.request_id)
     attributes |= {"gen_ai.request.stream": trace.stream, "tercet.outcome": trace.outcome}
@@ -265,9 +265,9 @@ def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
             attributes["tercet.ttft"] = ttft
     # Times of events are relative to their sequence, and those of sequences to the request.
     error, ended = "" if trace.outcome in (SERVED, RUNNING) else trace.outcome, at + _ns(trace.seconds)
-    yield Span(f"POST {trace.path}", place, trace.parent, at, ended, "server", attributes, (), error, trace.reason)
+    yield Span(f"POST {trace.path}", span, trace.parent, at, ended, "server", attributes, (), error, trace.reason)
     if trace.waited >= LEAST_WAIT_S:
-        yield Span("admission", place.child(), place.span_id, at, at + _ns(trace.waited))
+        yield Span("admission", span.child(), span.span_id, at, at + _ns(trace.waited))
     for sequence in trace.sequences:
         begin = at + _ns(sequence.at)
         named: dict[str, Any] = {"tercet.seq_id": sequence.seq_id}
@@ -280,7 +280,7 @@ def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
             attributes |= {f"tercet.scorer.{name}": score for name, score in pick.parts.items()}
             if pick.predicted is not None:
                 attributes["tercet.tokens.predicted"] = pick.predicted
-            yield Span("pick", place.child(), place.span_id, picked, picked, attributes=attributes)
+            yield Span("pick", span.child(), span.span_id, picked, picked, attributes=attributes)
         for event in sequence.events:
             if event.verb in (FALLBACK, RETRY):
                 at = begin + _ns(event.at)
@@ -290,19 +290,19 @@ def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
                     call for call in (*sequence.failed, *sequence.events)
                     if call.span and call.code and call.engine == event.engine and call.at <= event.at
                 ]  # fmt: skip
-                links = [_of_trace(place, call) for call in sorted(failed, key=lambda call: call.at)[-1:]]
+                links = [_of_trace(span, call) for call in sorted(failed, key=lambda call: call.at)[-1:]]
                 yield Span(
-                    event.verb, place.child(), place.span_id, at, at, "internal", attributes, links,
+                    event.verb, span.child(), span.span_id, at, at, "internal", attributes, links,
                     event.code or event.verb, event.reason,
                 )  # fmt: skip
                 continue
-            call = _call(event, sequence, place, begin, named)
+            call = _call(event, sequence, span, begin, named)
             yield call
             if event.verb == "start_generate":
                 first = begin + _ns(event.at + event.seconds)
-                yield Span("first_token", call.place.child(), call.place.span_id, call.began_ns, first)
+                yield Span("first_token", call.context.child(), call.context.span_id, call.began_ns, first)
         for event in sequence.failed:
-            yield _call(event, sequence, place, begin, named)
+            yield _call(event, sequence, span, begin, named)
 
 
 def request_attributes(path: str, model: str, request_id: str) -> dict[str, Any]:
@@ -315,10 +315,10 @@ def request_attributes(path: str, model: str, request_id: str) -> dict[str, Any]
     return found
 
 
-def _call(event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin: int, named: Mapping[str, str]) -> Span:
+def _call(event: TraceEvent, sequence: SequenceTrace, span: SpanContext, begin: int, named: Mapping[str, str]) -> Span:
     """Return the span of a verb or a move; a send is linked to the reservation on the other engine that it filled."""
     at = begin + _ns(event.at)
-    own = SpanContext(place.trace_id, event.span or new_span_id(), place.sampled, place.state)
+    own = SpanContext(span.trace_id, event.span or new_span_id(), span.sampled, span.state)
     attributes: dict[str, Any] = {**named, "tercet.verb": event.verb, "tercet.engine": event.engine}
     attributes |= {f"tercet.tokens.{name}": found for name in _COUNTS if (found := getattr(event, name))}
     attributes |= {f"tercet.{name}": found for name in _OTHERS if (found := getattr(event, name))}
@@ -332,20 +332,20 @@ def _call(event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin:
         attributes["tercet.move.stages"] = [f"{stage.begin}-{stage.end}" for stage in stages]
     # A send and the reservation that it fills are calls of one program, so neither is the other's parent.
     links = [
-        _of_trace(place, other)
+        _of_trace(span, other)
         for other in sequence.events
         if event.verb == "remote_send" and other.verb == "prep_recv" and other.engine == event.to and other.span
     ]
     ended = at + _ns(max(event.seconds, event.total))
     error = event.code or ("" if event.verb != "move" or event.outcome == "moved" else event.outcome)
     return Span(
-        event.verb, own, event.parent or place.span_id, at, ended, "internal" if event.verb == "move" else "client",
+        event.verb, own, event.parent or span.span_id, at, ended, "internal" if event.verb == "move" else "client",
         attributes, links, error, event.reason if error else "",
     )  # fmt: skip
 
 
-def _of_trace(place: SpanContext, event: TraceEvent) -> SpanContext:
-    return SpanContext(place.trace_id, event.span, place.sampled)
+def _of_trace(span: SpanContext, event: TraceEvent) -> SpanContext:
+    return SpanContext(span.trace_id, event.span, span.sampled)
 
 
 def _ns(seconds: float) -> int:

@@ -166,7 +166,7 @@ class LLMRequest:
     params: TercetParams
     priority: int = 0
     features: Sequence[MultiModalFeature] = ()
-    place: SpanContext | None = field(default_factory=current_span, init=False)
+    span: SpanContext | None = field(default_factory=current_span, init=False)
     num_cached: int = field(default=0, init=False)
     request_id: str = field(init=False)
     _aborting: asyncio.Task[None] | None = field(default=None, init=False)
@@ -257,8 +257,8 @@ class LLMRequest:
         priority = MOST_PRIORITY if self.params.background else self.priority
         more = {"priority": priority, "lora_request": lora, **reasoning_of(sampling_params)}
         # If vLLM exports traces, its own spans join the trace.
-        if self.place is not None and self.client.observability_config.otlp_traces_endpoint is not None:
-            more["trace_headers"] = self.place.headers()
+        if self.span is not None and self.client.observability_config.otlp_traces_endpoint is not None:
+            more["trace_headers"] = self.span.headers()
         return prompt, params, more
 
     def _output_of(self, item: RequestOutput) -> Output:
