@@ -32,7 +32,6 @@ from tercet.protocol import (
     Request,
     Reservation,
     Sent,
-    UnknownSequence,
     Usage,
     resolve_range,
 )
@@ -258,15 +257,6 @@ class SimStore:
         if self._leases.remove(lease):
             self.memory.give_back(lease.slots[lease.settled :])
             self.memory.unpin([*lease.matched, *lease.entered])
-
-    async def abort(self, seq_id: str) -> None:
-        """End the lease and the sends of a sequence."""
-        await self._reach()
-        lease = self._leases.of(seq_id)
-        if lease is not None:
-            self._end(lease)
-        for send in [send for send, sends in self._sends.items() if sends == seq_id]:
-            send.fail(UnknownSequence(f"{seq_id} was aborted while its KV was being sent", "seq_id"))
 
     def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
         """See :meth:`tercet_lab.sim.network.SendTarget.refuses`."""
