@@ -11,7 +11,7 @@ from scripts.reference.markdown import code, first_sentence, prose, table
 
 from tercet.cluster.up_config import UpConfig
 from tercet.decisions.scheduling.assembly import BUILT_IN, PluginEntry, PluginUse, ProfileConfig, SchedulingConfig
-from tercet.router.serve.routing import Plan, Rule, Share
+from tercet.router.serve.plans import Plan, Rule, Share
 from tercet.settings import Declared, EngineAddress, RouterConfig, RouterSettings, Settings, declared
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
 from tercet_bench.bench_config import BenchConfig, CompareConfig, ServeConfig

@@ -73,8 +73,7 @@ def _from_file(name: str, locate: Locate, source: str | None = None) -> Callable
             raise without_function(name, read_whole(locate(name, "program")))
         known = ", ".join(sorted(BUILT_IN))
         raise BadRequest(f"program: there is no {name!r}; choose one of {known}, or file.py:function", "program")
-    file = locate(path, "program") if source is None else Path(path)
-    module = load_module(file, "program", source)
+    module = load_module(locate(path, "program") if source is None else Path(path), "program", source)
     function = getattr(module, function_name, None)
     if function is None:
         raise BadRequest(f"program: {path} has no function {function_name}", "program")
@@ -111,12 +110,11 @@ def _convert(name: str, function: Callable[..., Any], args: Mapping[str, Any], l
     for key, value in args.items():
         if key not in allowed:
             raise BadRequest(f"args: {name} has no parameter {key!r}; it takes {', '.join(allowed) or 'none'}", "args")
-        hint = hints.get(key)
+        kind = hints.get(key, str if isinstance(value, str) else Any)
         # A parameter that is annotated as a function, or as a function or None, gets file.py:function.
-        if any(get_origin(kind) is Callable for kind in (hint, *get_args(hint))):
+        if any(get_origin(each) is Callable for each in (kind, *get_args(kind))):
             converted[key] = _from_file(value, locate) if isinstance(value, str) else value
             continue
-        kind = hints.get(key, str if isinstance(value, str) else Any)
         try:
             converted[key] = msgspec.convert(value, kind, strict=False)
         except msgspec.ValidationError as error:

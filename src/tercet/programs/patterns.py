@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any, Protocol, Union, cast
@@ -52,6 +52,16 @@ async def data_parallel(request: Request, fleet: Fleet, *, pick: str = "round_ro
         yield engine.start_generate(request)
 
 
+async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> Answer:
+    """Serve a request on the least loaded engine, after the ``output`` so far.
+
+    Engines that decode are preferred: engines that only prefill look idle, since sequences stay there only for their
+    prompt.
+    """
+    with fleet.pick("decode" if fleet.offers("decode") else "both", by="least_loaded", request=request) as engine:
+        yield engine.start_generate(request, output=output)
+
+
 DecodeStart = Callable[[Request], int]
 
 
@@ -70,7 +80,9 @@ async def balanced(
     ``balance_ratio`` (0 to 1) of the prompt. If the decode engine lacks fewer than ``min_send`` tokens before that
     position, it prefills those too.
     """
-    start = split_of(request, balance_ratio) if decode_start is None else decode_start(request)
+    if decode_start is None and not 0 <= balance_ratio < 1:
+        raise BadRequest(f"balance_ratio: is {balance_ratio}, and must be at least 0 and below 1", "balance_ratio")
+    start = max(1, round(request.num_tokens * (1 - balance_ratio))) if decode_start is None else decode_start(request)
     with fleet.pick("decode", by=pick, request=request) as decode:
         async with decode.prep_recv(request, start) as space:
             begin = space.matched_len
@@ -78,16 +90,6 @@ async def balanced(
                 with fleet.pick("prefill", by=pick, other_than=decode, request=request) as prefill:
                     begin = (await prefill.remote_send(request, space, begin, start)).end
             yield decode.start_generate(request, begin)
-
-
-def split_of(request: Request, balance_ratio: float) -> int:
-    """Return the position (tokens, at least 1) after which the share ``balance_ratio`` of the prompt remains.
-
-    Raises :class:`~tercet.protocol.BadRequest` for a ratio that is not in ``[0, 1)``.
-    """
-    if not 0 <= balance_ratio < 1:
-        raise BadRequest(f"balance_ratio: is {balance_ratio}, and must be at least 0 and below 1", "balance_ratio")
-    return max(1, round(request.num_tokens * (1 - balance_ratio)))
 
 
 async def conditional(

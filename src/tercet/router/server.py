@@ -40,7 +40,7 @@ from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp, put_layers_before
 from tercet.router.serve.context_copies import HotContexts, WriteBehind
 from tercet.router.serve.moves import Rescheduler
-from tercet.router.serve.routing import NamedFiles
+from tercet.router.serve.plans import NamedFiles
 from tercet.router.serve.service import Service
 from tercet.router.serve.sessions import Sessions
 from tercet.router.serve.shutdown import Shutdown

@@ -21,7 +21,7 @@ from tercet.programs.loading import load_program
 from tercet.protocol import KVAddrInfo, Output, RankAddress, Request, Sent, TercetError, Usage
 from tercet.protocol.wire import PrepRecvAnswer
 from tercet.router.observe.metrics import Metrics
-from tercet.router.serve.routing import Plan
+from tercet.router.serve.plans import Plan
 from tercet.router.state.fleet_state import FleetState, ProgramInUse, StateFile
 from tercet.router.state.followers import EngineReport, FollowerReport, read_record
 from tercet.settings import EngineAddress, RouterConfig

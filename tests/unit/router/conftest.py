@@ -28,7 +28,7 @@ from tercet.router import admin
 from tercet.router.observe.metrics import Metrics
 from tercet.router.page.page_app import PageApp
 from tercet.router.router_app import RouterApp
-from tercet.router.serve.routing import NamedFiles, Plan
+from tercet.router.serve.plans import NamedFiles, Plan
 from tercet.router.serve.service import Service
 from tercet.router.state.fleet_state import FleetState, ProgramInUse
 from tercet.router.state.shared_state import SharedState

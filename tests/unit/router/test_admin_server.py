@@ -24,7 +24,7 @@ from tercet.router import admin
 from tercet.router.admin.admin_server import admin_served
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp
-from tercet.router.serve.routing import NamedFiles
+from tercet.router.serve.plans import NamedFiles
 from tercet.router.serve.shutdown import Shutdown
 from tercet.settings import EngineAddress, Limits, RouterConfig
 from tercet.settings.engine_addresses import AdminAddress

@@ -12,8 +12,7 @@ from tercet.fleet import Trace
 from tercet.programs import Answer
 from tercet.protocol import DeadlineExceeded, Fleet, NoSpace, Output, OutputStream, Request
 from tercet.router.observe.metrics import Metrics
-from tercet.router.serve.routing import Chosen
-from tercet.router.serve.service import NO_VERSION, Service
+from tercet.router.serve.service import NO_VERSION, Chosen, Service
 
 from .conftest import LiveRouter, counted
 

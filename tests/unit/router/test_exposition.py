@@ -29,7 +29,7 @@ from tercet.router.observe.metrics import (
 )
 from tercet.router.observe.request_traces import RequestTraces, SharedTraces, TraceQuestion
 from tercet.router.serve.moves import MoveRecord
-from tercet.router.serve.routing import Plan, Rule
+from tercet.router.serve.plans import Plan, Rule
 from tercet.wire import SECONDS
 
 from .conftest import LiveRouter, counted, series

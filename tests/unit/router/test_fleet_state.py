@@ -20,7 +20,7 @@ from tercet.aio.files import stamp_of
 from tercet.fleet.members import MemberState
 from tercet.fleet.membership import ServedModel
 from tercet.protocol import BadRequest, Conflict, EngineError, TercetError, UnknownEngine
-from tercet.router.serve.routing import Plan, Share
+from tercet.router.serve.plans import Plan, Share
 from tercet.router.state import state_store
 from tercet.router.state.fleet_state import FleetState, ProgramInUse, StateFile
 from tercet.router.state.followers import EngineReport, FollowerReport, Followers
@@ -34,7 +34,7 @@ FIRST = FleetState(
 WRITER = """
 import sys
 from pathlib import Path
-from tercet.router.serve.routing import Plan
+from tercet.router.serve.plans import Plan
 from tests.unit.router.test_fleet_state import FIRST, StateFile
 for number in range(int(sys.argv[2])):
     StateFile(Path(sys.argv[1])).update(lambda state: state.with_program(Plan(program=f"p{number}" * 200)), FIRST)

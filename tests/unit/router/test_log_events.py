@@ -18,7 +18,7 @@ from tercet.logs import EVENTS, FIELDS, LogEvent
 from tercet.protocol import EngineUnreachable, NoSpace, Output, ProgramFailed, Request, TercetError
 from tercet.protocol.spans import TraceEvent
 from tercet.router.observe.metrics import Metrics
-from tercet.router.serve.routing import Plan
+from tercet.router.serve.plans import Plan
 from tercet.router.serve.service import RequestRun, Service
 from tercet.router.state.fleet_state import FleetState, StateFile
 from tercet.router.state.loaded_code import reload_on_change

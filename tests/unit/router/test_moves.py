@@ -30,7 +30,7 @@ from tercet.protocol import (
 )
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.moves import Rescheduler
-from tercet.router.serve.routing import Plan
+from tercet.router.serve.plans import Plan
 from tercet.router.serve.service import Service
 from tercet.router.state.followers import Followers
 from tercet.settings import MoveSettings, RescheduleSettings

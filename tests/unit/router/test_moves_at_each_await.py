@@ -12,7 +12,7 @@ import pytest
 
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import EngineUnreachable, Request, TercetError
-from tercet.router.serve.routing import Plan
+from tercet.router.serve.plans import Plan
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import LiveRouter

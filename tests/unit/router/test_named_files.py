@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tercet.router.serve.routing import NamedFiles
+from tercet.router.serve.plans import NamedFiles
 from tercet.router.server import named_files
 from tercet.settings import EngineAddress, RouterConfig
 

@@ -25,7 +25,7 @@ from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, TercetError
 from tercet.protocol.wire import JoinCall
 from tercet.router.observe.metrics import Metrics
-from tercet.router.serve.routing import Plan, Rule, Share
+from tercet.router.serve.plans import Plan, Rule, Share
 from tercet.router.serve.service import Service
 from tercet.router.state import fleet_state
 from tercet.router.state.fleet_state import AdapterState, FleetState, StateFile

@@ -12,7 +12,7 @@ import pytest
 
 from tercet.programs import load_program
 from tercet.router.observe.metrics import Metrics
-from tercet.router.serve.routing import Plan, Rule, Share
+from tercet.router.serve.plans import Plan, Rule, Share
 from tercet.router.state import loaded_code
 from tercet.router.state.loaded_code import FileWatch, files_of, reload_on_change
 from tests.longest_wait import until

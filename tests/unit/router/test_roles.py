@@ -16,7 +16,7 @@ from tercet.decisions.roles import Pressures, RoleEffects, RoleFlip
 from tercet.fleet.members import MemberState
 from tercet.fleet.policy_views import PrefillLine, observed_engines
 from tercet.protocol import EngineLoad
-from tercet.router.serve.routing import Plan
+from tercet.router.serve.plans import Plan
 from tercet.router.state.fleet_state import FleetState, ProgramInUse
 from tercet.router.state.roles import FleetRoles, RoleKeeper, seen_for_roles, with_roles_followed
 from tercet.settings import EngineAddress, RescheduleSettings

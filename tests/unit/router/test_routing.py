@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tercet.programs import data_parallel
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import decode_call
-from tercet.router.serve.routing import REMEMBERED, Chosen, Plan, Routing, Rule, Share, Version
+from tercet.router.serve.plans import Plan, Rule, Share
+from tercet.router.serve.service import REMEMBERED, Chosen, Routing, Version
 
 
 def version(number: int, plan: Plan) -> Version:

@@ -18,7 +18,7 @@ from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Conflict, EngineLoad, EngineUnreachable
 from tercet.router.observe.metrics import Metrics
-from tercet.router.serve.routing import Plan
+from tercet.router.serve.plans import Plan
 from tercet.router.serve.service import Service
 from tercet.router.state import followers
 from tercet.router.state.fleet_state import FleetState

@@ -19,7 +19,7 @@ from tercet.fleet.kubernetes_api import ApiAccess
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Conflict, EngineError
 from tercet.router.observe.metrics import Metrics
-from tercet.router.serve.routing import Plan
+from tercet.router.serve.plans import Plan
 from tercet.router.serve.service import Service
 from tercet.router.state.fleet_state import StateFile
 from tercet.router.state.roles import RoleKeeper

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tercet.protocol import BadRequest, EngineError
-from tercet.router.serve.routing import Plan
+from tercet.router.serve.plans import Plan
 from tercet.router.state.fleet_state import FleetState, StateFile
 from tercet.router.state.state_store import ConfigMapStore
 from tercet.settings import RouterConfig

@@ -19,7 +19,7 @@ from tercet.fleet import membership
 from tercet.protocol.wire import JoinCall
 from tercet.router.page import watch
 from tercet.router.serve import sessions
-from tercet.router.serve.routing import Plan
+from tercet.router.serve.plans import Plan
 from tercet.router.state import fleet_adapters, joined_members, loaded_code, roles, shared_state
 from tercet.router.state.fleet_state import StateFile
 from tercet.router.state.joined_members import GoneEngines, join

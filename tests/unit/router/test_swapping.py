@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tercet.protocol import BadRequest, EngineUnreachable
-from tercet.router.serve.routing import Plan, Rule, Share
+from tercet.router.serve.plans import Plan, Rule, Share
 from tests.long_runs import FULL
 
 from .conftest import LiveRouter, counted

@@ -35,7 +35,7 @@ from tercet.router import admin
 from tercet.router.admin.admin_server import admin_served
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import put_layers_before
-from tercet.router.serve.routing import NamedFiles
+from tercet.router.serve.plans import NamedFiles
 from tercet.router.serve.service import RequestRun, Service
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.shared_state import SharedState

@@ -47,8 +47,8 @@ from tercet.protocol.wire import (
 from tercet.router.observe.request_traces import MOST_LISTED, RequestTrace, TraceQuestion
 from tercet.router.page.watch import recent_rates
 from tercet.router.serve.moves import MoveRecord, pass_on
-from tercet.router.serve.routing import NamedFiles, Plan, Source, Version
-from tercet.router.serve.service import Service
+from tercet.router.serve.plans import NamedFiles, Plan, Source
+from tercet.router.serve.service import Service, Version
 from tercet.router.state import joined_members
 from tercet.router.state.fleet_state import FleetState
 from tercet.router.state.shared_state import SharedState
@@ -140,7 +140,7 @@ async def program(request: Request) -> Response:
 
 @routes.put("/program")
 async def set_program(request: Request) -> Response:
-    """Set the programs that serve requests from now on; the body is a :class:`~tercet.router.serve.routing.Plan`."""
+    """Set the programs that serve requests from now on; the body is a :class:`~tercet.router.serve.plans.Plan`."""
     shared = shared_of(request)
     plan = decode_call(await request.body(), Plan)
     # Loaded here first: a plan that does not load is refused, and no other process ever sees it.

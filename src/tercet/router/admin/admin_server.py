@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.protocol import BadRequest, MethodNotAllowed, TercetError, UnknownPath
 from tercet.router.admin.admin_routes import json_answer, routes, vllms
-from tercet.router.serve.routing import NamedFiles
+from tercet.router.serve.plans import NamedFiles
 from tercet.router.state.shared_state import SharedState
 from tercet.settings.engine_addresses import AdminAddress
 from tercet.wire.serving.http_server import served

@@ -2,17 +2,21 @@
 
 :meth:`Service._serve` is the life of a sequence, in one function: choose a program, attempt, retry. Simulations read
 its outputs by :meth:`Service.run`, HTTP layers by :class:`RequestRun`. :class:`Attempts` takes the outputs of the
-programs that run for one sequence.
+programs that run for one sequence. :class:`Routing`, a state machine without I/O, decides which program serves a
+request, and when the router returns from a failing one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import random
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal, Protocol, cast
@@ -25,13 +29,13 @@ from tercet.decisions.objectives import Attainments
 from tercet.fleet import EngineFleet, FleetView, Retry, RunningSequence, RunningSequences, Trace
 from tercet.fleet.policy_views import SeenRequests
 from tercet.programs import BUILT_IN, Answer, Program, load_program, run_program
+from tercet.programs.patterns import one_engine
 from tercet.protocol import (
     BadRequest,
     DeadlineExceeded,
     EngineError,
     EngineNotReached,
     EngineUnreachable,
-    Fleet,
     Output,
     OutputStream,
     ProgramFailed,
@@ -42,13 +46,13 @@ from tercet.protocol import (
 )
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.json_text import unwritable_field
-from tercet.protocol.names import sequence_id
+from tercet.protocol.names import chosen_by_weight, sequence_id
 from tercet.protocol.spans import FALLBACK, RETRY, TraceEvent, current_span, working_in
 from tercet.protocol.wire import LEAST_PRIORITY, LONGEST_SALT, MOST_PRIORITY
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.context_copies import HotContexts
 from tercet.router.serve.moves import Moves, Proposals
-from tercet.router.serve.routing import Arm, Chosen, Plan, Routing, Version, load_anywhere
+from tercet.router.serve.plans import Arm, Plan, load_anywhere
 from tercet.router.serve.sessions import Sessions
 from tercet.settings import MoveSettings, RetryBudget
 from tercet.settings.fleet_settings import Objectives
@@ -71,8 +75,6 @@ class SequenceObserver(Protocol):
 
 
 POLL_INTERVAL_S = 0.1
-
-
 # The program that continues a sequence whose program failed.
 ONE_ENGINE = "data_parallel"
 
@@ -192,14 +194,121 @@ def first_cause(error: BaseException) -> BaseException:
     return next((cause for cause in causes if not isinstance(cause, TercetError)), causes[0])
 
 
-async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> Answer:
-    """Serve a request on the least loaded engine, after the ``output`` so far.
+# ---- which program serves a request --------------------------------------------------------------------------
 
-    Engines that decode are preferred: engines that only prefill look idle, since sequences stay there only for their
-    prompt.
+# Number of previous versions to which the router can return.
+REMEMBERED = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Version:
+    """A plan whose programs are loaded, one for each name in it. It serves to their end the requests that it began."""
+
+    number: int
+    plan: Plan
+    programs: Mapping[str, Program]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The program of one request, and the version that it belongs to."""
+
+    version: int
+    name: str
+    program: Program
+
+
+@dataclass(frozen=True)
+class Return:
+    """A return of the router to an earlier version, after ``program`` had ``failures`` in a row."""
+
+    from_version: int
+    to_version: int
+    program: str
+    failures: int
+    error: str
+
+
+class Routing:
+    """The version in use, the versions before it, and the consecutive ``failures`` of each program in use.
+
+    After ``return_after`` consecutive failures of a program the previous version is used, if there is one; 0 means
+    never.
     """
-    with fleet.pick("decode" if fleet.offers("decode") else "both", by="least_loaded", request=request) as engine:
-        yield engine.start_generate(request, output=output)
+
+    def __init__(self, first: Version, return_after: int) -> None:
+        self.current = first
+        self.returned: Return | None = None
+        self._return_after = return_after
+        self._before: list[Version] = []
+        self.failures: Counter[str] = Counter()
+        self._chosen_by_name: dict[str, Chosen] = {}
+
+    @property
+    def previous(self) -> Version | None:
+        """The version to which the router returns from a failing one; None without one."""
+        return self._before[-1] if self._before else None
+
+    def choose(self, headers: Mapping[str, str], model: str, draw: float) -> Chosen:
+        """Return the program of a request; ``draw`` is a random number from ``[0, 1)``."""
+        plan = self.current.plan
+        if plan.program is not None and not plan.rules:
+            return self._chosen(plan.name or plan.program)
+        rule = next((rule for rule in plan.rules if rule.covers(headers, model)), None)
+        if rule is not None:
+            return self._chosen(rule.label)
+        value = headers.get(plan.sticky.lower()) if plan.sticky is not None else None
+        if value is not None:  # a digest, so that every process and every start chooses the same arm
+            draw = int.from_bytes(hashlib.sha256(value.encode()).digest()[:6], "big") / 2**48
+        share = plan.shares[chosen_by_weight([share.weight for share in plan.shares], draw)]
+        return self._chosen(share.label)
+
+    def called(self, name: str) -> Chosen | None:
+        return self._chosen(name) if name in self.current.programs else None
+
+    def swap(self, version: Version) -> None:
+        """Use another version from now on; the router returns to the present one after failures."""
+        self._before = [*self._before, self.current][-REMEMBERED:]
+        self._use(version)
+        self.returned = None
+
+    def forget(self) -> None:
+        """Drop the previous versions, so that the router does not return to them."""
+        self._before = []
+
+    def succeeded(self, chosen: Chosen) -> None:
+        # One success is enough: only failures in a row show that a program is broken, and not the requests.
+        if chosen.version == self.current.number:
+            self.failures.pop(chosen.name, None)
+
+    def failed(self, chosen: Chosen, error: str) -> Return | None:
+        """Record that a program failed by its own fault; return the return to an earlier version, or None.
+
+        Failures of a version that is no longer in use are ignored.
+        """
+        if chosen.version != self.current.number:
+            return None
+        self.failures[chosen.name] += 1
+        failures = self.failures[chosen.name]
+        if not self._before or not self._return_after or failures < self._return_after:
+            return None
+        # The failing version does not become the previous one: a second return goes further back, never to and fro.
+        *self._before, previous = self._before
+        self.returned = Return(self.current.number, previous.number, chosen.name, failures, error)
+        self._use(previous)
+        return self.returned
+
+    def _use(self, version: Version) -> None:
+        self.current = version
+        self.failures = Counter()
+        self._chosen_by_name = {}
+
+    def _chosen(self, name: str) -> Chosen:
+        chosen = self._chosen_by_name.get(name)
+        if chosen is None:
+            chosen = Chosen(self.current.number, name, self.current.programs[name])
+            self._chosen_by_name[name] = chosen
+        return chosen
 
 
 # The version of programs outside any plan: a client named them in a header, or the request needs them.
@@ -300,10 +409,8 @@ class Service:
         ``model`` is the name of the model in the request, for rules; ``began`` is the start of the request's timeout
         (:func:`time.monotonic`), None for now. ``on_sequence`` gets the sequence when it begins. The stream raises the
         program's :class:`~tercet.protocol.TercetError` once the budget for retries is spent, and
-        :class:`~tercet.protocol.DeadlineExceeded`. Raises :class:`~tercet.protocol.BadRequest` at once for a request
-        that no engine accepts: no program runs for it.
+        :class:`~tercet.protocol.DeadlineExceeded`. The request has passed :func:`entering`.
         """
-        request = entering(request)
         began = time.monotonic() if began is None else began
         return OutputStream(partial(self._serve, request, trace, model, began, on_sequence))
 
@@ -475,14 +582,15 @@ OF_SAMPLING = "sampling_params."
 class RequestRun:
     """One sequence of an HTTP request; ``stream`` has its outputs, which run its program while they are read.
 
-    The request's context keeps its trace. Raises :class:`~tercet.protocol.BadRequest` as :meth:`Service.run` does.
+    The request's context keeps its trace. Raises :class:`~tercet.protocol.BadRequest` as :func:`entering` does.
     """
 
     def __init__(self, service: Service, request: Request, context: RequestContext) -> None:
         context.prepared()
         self._trace = Trace()
         self._service, self._context = service, context
-        self._seq_id = sequence_id(request.seq_id)
+        request = entering(request)
+        self._seq_id = request.seq_id
 
         def begins(sequence: RunningSequence) -> None:
             context.sequences.append(sequence)

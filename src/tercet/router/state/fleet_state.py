@@ -21,7 +21,7 @@ from tercet.fleet.membership import ServedModel
 from tercet.protocol import BadRequest, Conflict, EngineError, MemberRole, Role, UnknownEngine
 from tercet.protocol.names import require_adapter_name, require_text
 from tercet.protocol.wire import UNREADABLE
-from tercet.router.serve.routing import Plan
+from tercet.router.serve.plans import Plan
 from tercet.router.state.state_store import LOCK_SECONDS, RETRY_DELAY_S, FileStore, StateStore, Stored
 from tercet.settings import EngineAddress, RouterConfig
 

@@ -21,7 +21,7 @@ from tercet.decisions.scheduling.assembly import user_file
 from tercet.logs import RELOAD_REFUSED
 from tercet.programs import Program
 from tercet.protocol import TercetError
-from tercet.router.serve.routing import Plan
+from tercet.router.serve.plans import Plan
 from tercet.router.serve.service import Service
 from tercet.router.state.fleet_state import FleetState
 

@@ -24,7 +24,7 @@ from tercet.fleet.members import Change, member_changes
 from tercet.fleet.membership import Membership, ServedModel
 from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError, UnknownAdapter
 from tercet.router.observe.request_traces import RequestTraces, SharedTraces
-from tercet.router.serve.routing import Plan, load_anywhere
+from tercet.router.serve.plans import Plan, load_anywhere
 from tercet.router.serve.service import POLL_INTERVAL_S, LoadArm, Service
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere

@@ -33,7 +33,7 @@ from tercet.router.observe.request_traces import RequestTraces
 from tercet.router.request_bodies import LARGEST_AT_ONCE
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.moves import MoveRecord, Rescheduler
-from tercet.router.serve.service import Service
+from tercet.router.serve.service import Service, entering
 from tercet.settings import EngineAddress, RouterSettings
 from tercet.wire.client import StreamListener
 from tercet.wire.serving.client_connection import BoundedProtocol
@@ -376,7 +376,7 @@ class SimulatedArena(Arena):
             sampling_params={"max_tokens": question.max_tokens, "temperature": 0},
             headers={PROGRAM_HEADER: arrival.program},
         )
-        async for output in self._service.run(request, Trace()):
+        async for output in self._service.run(entering(request), Trace()):
             if output.token_ids:
                 yield output.token_ids
             if output.broken_off:

@@ -21,7 +21,7 @@ from tercet.programs import Program
 from tercet.protocol import Output, ProgramFailed, Request, TercetError
 from tercet.protocol.spans import FALLBACK, RETRY
 from tercet.router.page.records import Frame
-from tercet.router.serve.service import ProgramFault, Service
+from tercet.router.serve.service import ProgramFault, Service, entering
 from tercet.settings.fleet_settings import DEFAULT_CLASS, Objectives
 from tercet_lab.bench.simulated.moving_fleet import (
     MOVE_COLUMNS,
@@ -489,7 +489,7 @@ async def _serve(built: VirtualFleet, request: Request, outcome: Outcome, each_t
     if built.router:
         await asyncio.sleep(built.router)
     try:
-        await built.service.run(request, trace, on_sequence=begun.append).run(take if each_token else _ignore)
+        await built.service.run(entering(request), trace, on_sequence=begun.append).run(take if each_token else _ignore)
     except TercetError as failure:
         error = _cause_of(failure)
         outcome.first_error = outcome.first_error or error

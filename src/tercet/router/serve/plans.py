@@ -1,20 +1,14 @@
-"""The choice of a program for each request, and the return from failing programs: a state machine without I/O.
+"""Plans, which an operator sets, and the files that admin routes may name.
 
 A *plan* is an operator's decision: the programs that share the traffic, and rules for requests with a separate program.
-A *version* is a plan whose programs are loaded. The version with which a request started serves it to its end. When a
-program fails ``return_after`` times in a row, the previous version replaces its version.
-
 Admin routes may name files of programs and schedulings only below an operator's folders (:class:`NamedFiles`); errors
 about files that do not load never quote their contents.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -24,10 +18,8 @@ from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.decisions.scheduling.assembly import user_file
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import BadRequest, Forbidden, TercetError
-from tercet.protocol.names import chosen_by_weight, require_text
+from tercet.protocol.names import require_text
 
-# Number of previous versions to which the router can return.
-REMEMBERED = 16
 LONGEST_PROGRAM_NAME = 1024
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_PROGRAM_NAME)]
 Weight = Annotated[float, msgspec.Meta(ge=0)]
@@ -161,117 +153,6 @@ def _require_names(**given: str | None) -> None:
 def as_text(value: str | float | bool) -> str:
     """Return a parameter in the form of a command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-@dataclass(frozen=True, eq=False)
-class Version:
-    """A plan whose programs are loaded; ``programs`` has an entry for each name in the plan."""
-
-    number: int
-    plan: Plan
-    programs: Mapping[str, Program]
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The program of one request, and the version that it belongs to."""
-
-    version: int
-    name: str
-    program: Program
-
-
-@dataclass(frozen=True)
-class Return:
-    """A return of the router to an earlier version, after ``program`` had ``failures`` in a row."""
-
-    from_version: int
-    to_version: int
-    program: str
-    failures: int
-    error: str
-
-
-class Routing:
-    """The version in use, the versions before it, and the consecutive ``failures`` of each program in use.
-
-    After ``return_after`` consecutive failures of a program the previous version is used, if there is one; 0 means
-    never.
-    """
-
-    def __init__(self, first: Version, return_after: int) -> None:
-        self.current = first
-        self.returned: Return | None = None
-        self._return_after = return_after
-        self._before: list[Version] = []
-        self.failures: Counter[str] = Counter()
-        self._chosen_by_name: dict[str, Chosen] = {}
-
-    @property
-    def previous(self) -> Version | None:
-        """The version to which the router returns from a failing one; None without one."""
-        return self._before[-1] if self._before else None
-
-    def choose(self, headers: Mapping[str, str], model: str, draw: float) -> Chosen:
-        """Return the program of a request; ``draw`` is a random number from ``[0, 1)``."""
-        plan = self.current.plan
-        if plan.program is not None and not plan.rules:
-            return self._chosen(plan.name or plan.program)
-        rule = next((rule for rule in plan.rules if rule.covers(headers, model)), None)
-        if rule is not None:
-            return self._chosen(rule.label)
-        value = headers.get(plan.sticky.lower()) if plan.sticky is not None else None
-        if value is not None:  # a digest, so that every process and every start chooses the same arm
-            draw = int.from_bytes(hashlib.sha256(value.encode()).digest()[:6], "big") / 2**48
-        share = plan.shares[chosen_by_weight([share.weight for share in plan.shares], draw)]
-        return self._chosen(share.label)
-
-    def called(self, name: str) -> Chosen | None:
-        return self._chosen(name) if name in self.current.programs else None
-
-    def swap(self, version: Version) -> None:
-        """Use another version from now on; the router returns to the present one after failures."""
-        self._before = [*self._before, self.current][-REMEMBERED:]
-        self._use(version)
-        self.returned = None
-
-    def forget(self) -> None:
-        """Drop the previous versions, so that the router does not return to them."""
-        self._before = []
-
-    def succeeded(self, chosen: Chosen) -> None:
-        # One success is enough: only failures in a row show that a program is broken, and not the requests.
-        if chosen.version == self.current.number:
-            self.failures.pop(chosen.name, None)
-
-    def failed(self, chosen: Chosen, error: str) -> Return | None:
-        """Record that a program failed by its own fault; return the return to an earlier version, or None.
-
-        Failures of a version that is no longer in use are ignored.
-        """
-        if chosen.version != self.current.number:
-            return None
-        self.failures[chosen.name] += 1
-        failures = self.failures[chosen.name]
-        if not self._before or not self._return_after or failures < self._return_after:
-            return None
-        # The failing version does not become the previous one: a second return goes further back, never to and fro.
-        *self._before, previous = self._before
-        self.returned = Return(self.current.number, previous.number, chosen.name, failures, error)
-        self._use(previous)
-        return self.returned
-
-    def _use(self, version: Version) -> None:
-        self.current = version
-        self.failures = Counter()
-        self._chosen_by_name = {}
-
-    def _chosen(self, name: str) -> Chosen:
-        chosen = self._chosen_by_name.get(name)
-        if chosen is None:
-            chosen = Chosen(self.current.number, name, self.current.programs[name])
-            self._chosen_by_name[name] = chosen
-        return chosen
 
 
 logger = logging.getLogger("tercet.router")
