@@ -73,7 +73,7 @@ from tercet.wire.serving.server_access import (
 )
 
 if TYPE_CHECKING:
-    from tercet.router.openai.fast_path.entry import FastPath
+    from tercet.router.openai.fast_path.request_stream import FastPath
 
 logger = logging.getLogger("tercet.router")
 # Key of the scope with an error, for the layers around refusals.

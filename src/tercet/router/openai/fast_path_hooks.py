@@ -36,7 +36,7 @@ HOOKS = (
             Takes(f"{ASYNC_LLM}.generate", "prompt", "sampling_params", "request_id"),
             Takes(f"{ASYNC_LLM}.add_request", "request_id", "prompt", "params"),
             Code(COMPLETIONS, "async def create_completion(", "self.engine_client.generate(",
-                 "return self.completion_stream_generator("),
+                 "merge_async_iterators(*generators)", "return self.completion_stream_generator("),
             Takes(f"{COMPLETIONS}.completion_stream_generator", "request", "engine_inputs", "result_generator",
                   "request_id", "created_time", "model_name"),
             Code(CHATS, "async def create_chat_completion(", "self.engine_client.generate(",

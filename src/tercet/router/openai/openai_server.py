@@ -32,7 +32,8 @@ from tercet.aio.importing import collect_rarely
 from tercet.protocol import AdapterReport, BadRequest
 from tercet.protocol.addresses import TextFingerprint
 from tercet.protocol.sse import object_of
-from tercet.router.openai.fast_path.entry import FastPath, fast_path
+from tercet.router.openai.fast_path.preparing import fast_path
+from tercet.router.openai.fast_path.request_stream import FastPath
 from tercet.router.openai.program_client import ProgramClient, RouterLLM
 from tercet.router.serve.service import Service
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS

@@ -15,7 +15,7 @@ from functools import partial
 from http import HTTPStatus
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
@@ -41,6 +41,7 @@ from tercet.protocol import (
     TokenLogprob,
     Usage,
 )
+from tercet.protocol.wire import TokenId
 from tercet.router.serve.service import RequestRun, Service
 from tercet.vllm_plugin.mm_features import to_wire
 from tercet.wire.serving.server_access import NOTHING, Asked, RequestContext, current
@@ -53,8 +54,8 @@ logger = logging.getLogger(__name__)
 MOST_UNTAKEN = 256 * 1024
 # Number of sequences of one request that are added before other requests get a turn.
 BETWEEN_PAUSES = 8
-# Token ids are below this bound: no vocabulary has larger ids, and they do not fit vLLM's arrays.
-MOST_TOKENS = 2**31
+# Token ids are below this bound, as in all messages.
+MOST_TOKENS: int = get_args(TokenId)[1].lt
 
 
 class SequenceOutputs(RequestRun):

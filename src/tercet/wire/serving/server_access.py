@@ -17,7 +17,7 @@ import os
 import socket
 import time
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -347,9 +347,8 @@ class RequestContext:
     concurrency: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     preparation: BodyTurn | None = None
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    # On the fast path: the function that adds its sequence to vLLM, once vLLM has prepared it; vLLM's parser of the
-    # answer, if it made one for that; and the function that streams a sequence that vLLM has added.
-    add_request: Callable[[], Awaitable[Any]] | None = None
+    # On the fast path: vLLM's parser of the answer, if it made one to prepare it; and the function that streams a
+    # sequence that vLLM has added.
     parser: Any = None
     begin_stream: Callable[[Any], object] | None = None
     has_ended: bool = False

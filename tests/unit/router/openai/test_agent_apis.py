@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(ENDS_OF_AGENTS_APIS.is_here, reason="vLLM's own 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The routes of requests that took the fast path."""
-    from tercet.router.openai.fast_path.entry import HttpMetrics
+    from tercet.router.openai.fast_path.request_stream import HttpMetrics
 
     found: list[str] = []
     monkeypatch.setattr(HttpMetrics, "observe", lambda _self, _scope, handler, _seconds: found.append(handler))

@@ -157,7 +157,7 @@ def test_log_probabilities(routers: LiveRouters, written: list[str], path: str, 
 def test_the_first_and_the_last_log_probabilities_are_of_parts_of_characters(
     routers: LiveRouters, monkeypatch: pytest.MonkeyPatch, path: str, kept: int | None
 ) -> None:
-    from tercet.router.openai.fast_path.logprob_chunks import LogprobChunks
+    from tercet.router.openai.fast_path.token_texts import LogprobChunks
 
     asked: dict[str, Any] = {"logprobs": 2} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 2}
     tokens = routers.tokens("\U0001f680 and \U0001f680")[:-1][:kept]
@@ -181,7 +181,7 @@ def test_log_probabilities_and_more(routers: LiveRouters, path: str, more: dict[
      (((), OWN), False), ((OWN, OWN), False)],
 )  # fmt: skip
 def test_each_token_has_its_own_log_probability(positions: Any, takes: bool) -> None:
-    from tercet.router.openai.fast_path.logprob_chunks import LogprobChunks
+    from tercet.router.openai.fast_path.token_texts import LogprobChunks
 
     assert LogprobChunks.takes(LogprobChunks.__new__(LogprobChunks), Output((7,), logprobs=positions)) == takes
 
@@ -190,8 +190,8 @@ def test_each_token_has_its_own_log_probability(positions: Any, takes: bool) -> 
 def test_numbers_are_written_as_vllm_does(value: float, text: str) -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionLogProb
 
-    from tercet.router.openai.fast_path.logprob_chunks import piece_of
     from tercet.router.openai.fast_path.sse_chunks import encode
+    from tercet.router.openai.fast_path.token_texts import piece_of
 
     piece, octets = piece_of(text), list(text.encode("utf-8", errors="replace"))
     stock = ChatCompletionLogProb(token=text, logprob=value, bytes=octets).model_dump_json(exclude_unset=True)
@@ -203,7 +203,7 @@ def test_numbers_are_written_as_vllm_does(value: float, text: str) -> None:
     most=st.none() | st.integers(-1, 9), is_sorted=st.booleans(),
 )  # fmt: skip
 def test_values_are_in_the_order_of_ranks(ranks: list[int], own: int, most: int | None, is_sorted: bool) -> None:
-    from tercet.router.openai.fast_path.logprob_chunks import values_by_token
+    from tercet.router.openai.fast_path.token_texts import values_by_token
 
     others = [rank for rank in (sorted(ranks) if is_sorted else ranks) if rank != own]
     position = [TokenLogprob(100, -0.5, own), *(TokenLogprob(rank, -float(rank), rank) for rank in others)]

@@ -20,8 +20,11 @@ from tests.longest_wait import LONGEST_WAIT_S, wait_until
 from .conftest import MODEL, LiveRouters, Step
 
 
-def connect(routers: LiveRouters, name: str, script: list[Step], receive_buffer: int | None = None) -> socket.socket:
-    body = json.dumps({"model": MODEL, "prompt": "Hello", "stream": True, "max_tokens": 400}).encode()
+def connect(
+    routers: LiveRouters, name: str, script: list[Step], receive_buffer: int | None = None, router: str = "fast",
+    **fields: Any,
+) -> socket.socket:  # fmt: skip
+    body = json.dumps({"model": MODEL, "prompt": "Hello", "stream": True, "max_tokens": 400, **fields}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nx-request-id: {name}\r\n"
         f"content-length: {len(body)}\r\n\r\n"
@@ -31,7 +34,7 @@ def connect(routers: LiveRouters, name: str, script: list[Step], receive_buffer:
     client.settimeout(20)
     if receive_buffer is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    client.connect(("127.0.0.1", int(routers.urls["fast"].rpartition(":")[2])))
+    client.connect(("127.0.0.1", int(routers.urls[router].rpartition(":")[2])))
     client.sendall(head.encode() + body)
     return client
 

@@ -17,7 +17,7 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, IncrementalDe
 from vllm.v1.outputs import LogprobsLists
 
 from tercet.protocol import BadRequest, Output, TokenLogprob
-from tercet.router.openai.fast_path.request_stream import TokenTexts, look_up, texts_of
+from tercet.router.openai.fast_path.token_texts import TokenTexts, look_up, texts_of
 from tercet.router.openai.program_client import to_core_output, to_request
 from tercet.vllm_plugin.edge.llm_requests import reasoning_of, to_vllm
 

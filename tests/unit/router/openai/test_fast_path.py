@@ -16,7 +16,7 @@ from tercet.vllm_plugin.differences import OFFSETS_OF_SENT_TEXT
 from tests.longest_wait import LONGEST_WAIT_S, wait_until
 
 from .conftest import CHAT, COMPLETIONS, MODEL, LiveRouters, Step
-from .test_client_connection import connect
+from .test_client_connection import connect, read_until
 
 PLAIN: dict[str, Any] = {"model": MODEL, "prompt": "Hello", "stream": True, "max_tokens": 50}
 IDS = re.compile(r"[0-9a-f]{16,}")
@@ -29,7 +29,7 @@ def script(routers: LiveRouters) -> list[Step]:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The routes of requests that took the fast path."""
-    from tercet.router.openai.fast_path.entry import HttpMetrics
+    from tercet.router.openai.fast_path.request_stream import HttpMetrics
 
     found: list[str] = []
     observe = HttpMetrics.observe
@@ -71,7 +71,7 @@ def test_which_streams_take_it(
 ) -> None:
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    from tercet.router.openai.fast_path.entry import is_fast_completion
+    from tercet.router.openai.fast_path.preparing import is_fast_completion
 
     if not headers:
         assert is_fast_completion(CompletionRequest.model_validate({**PLAIN, **more})) == takes
@@ -156,6 +156,32 @@ def test_a_client_that_leaves_before_the_first_token(routers: LiveRouters) -> No
     client.close()
     assert ended.wait(LONGEST_WAIT_S)
     wait_until(lambda: not routers.processor.request_states and not routers.engine.running)
+
+
+def test_a_client_that_leaves_counts_as_vllm_counts_it(routers: LiveRouters) -> None:
+    """By the head of its answer, which was sent."""
+
+    def totals() -> dict[str, float]:
+        labels = {"handler": COMPLETIONS, "method": "POST"}
+        found = {
+            status: prometheus_client.REGISTRY.get_sample_value("http_requests_total", {**labels, "status": status})
+            for status in ("2xx", "3xx", "4xx", "5xx")
+        }
+        return {status: total or 0.0 for status, total in found.items()}
+
+    def idle() -> bool:
+        return not any(server.server_state.tasks for server in routers.servers.values())
+
+    def counted(router: str) -> dict[str, float]:
+        wait_until(idle)
+        before = totals()
+        client = connect(routers, router, script(routers), router=router)
+        read_until(client, b'"text":"one"')
+        client.close()
+        wait_until(idle)
+        return {status: total - before[status] for status, total in totals().items() if total != before[status]}
+
+    assert counted("fast") == counted("stock") == {"2xx": 1.0}
 
 
 def test_a_connection_is_used_again(routers: LiveRouters) -> None:

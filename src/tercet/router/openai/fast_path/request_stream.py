@@ -1,4 +1,8 @@
-"""The stream of one request on the fast path: its plan, its choices, and the events and limits that they share.
+"""The fast path: streams of requests, from the socket through vLLM's parts and back, without the layers between them.
+
+:class:`FastPath` takes a request and has vLLM's serving object prepare it (:mod:`.preparing`). A request without a plan
+goes to vLLM's layers unchanged: they answer it, in most cases with an error. :class:`RequestStream` has its choices,
+and the events and limits that they share.
 
 The chunks of a choice go from its program's outputs straight to the socket. vLLM's output processor makes the text of
 the first and the last output, and updates vLLM's counters. The outputs between them are written when they arrive,
@@ -7,54 +11,165 @@ without waking up a task.
 Relies on ``AsyncLLM.add_request`` validating a request, registering it with the ``OutputProcessor`` and passing its
 sequences to the engine-core client, with one queue for all of them; on ``process_outputs`` putting the result of an
 output into the request's queue at once; on ``RequestState`` having ``detokenizer``, ``logprobs_processor``,
-``stream_interval``, ``request_index``, ``parent_req`` and ``stats``; on serving objects' ``_raise_if_error``; on the
-text of ``SSE_KEEP_ALIVE_COMMENT``; and on the updates of ``IterationStats.update_from_output`` for a token after the
-first: the request's token count and time of last token, the gap between the two, and the iteration's token count.
+``stream_interval``, ``request_index``, ``parent_req``, ``stats``; on serving objects' ``_raise_if_error``; on the text of
+``SSE_KEEP_ALIVE_COMMENT``; and on the updates of ``IterationStats.update_from_output`` for a token after the first: the
+request's token count and time of last token, the gap between the two, and the iteration's token count. Also on
+``PrometheusInstrumentatorMiddleware``, ``CORSMiddleware`` and ``XRequestIdMiddleware`` being among the application's
+layers, each with the next one as ``app``; on the ``instrumentations`` of the first one taking the data of a request as
+one ``Info``; and on the other two changing only the headers of an answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec.structs import replace
-from tokenizers.decoders import ByteLevel
+from prometheus_fastapi_instrumentator.metrics import Info
+from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentatorMiddleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.entrypoints.serve.middleware.x_request_id import XRequestIdMiddleware
 from vllm.entrypoints.serve.utils.sse_keep_alive import SSE_KEEP_ALIVE_COMMENT
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, FinishReason
-from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
 from tercet.protocol import Output, ProgramFailed
-from tercet.router.openai.fast_path.logprob_chunks import REPLACEMENT, LogprobChunks, Logprobs, TokenPieces
+from tercet.protocol.headers import TRACE_HEADER
+from tercet.protocol.wire import JSON
 from tercet.router.openai.fast_path.parsed_text import ParsedDeltas, Parsing, Passed
-from tercet.router.openai.fast_path.sse_chunks import (
-    NULL,
-    AnswerEvents,
-    Extras,
-    counts_reasoning,
-    encode,
-    framed,
-    usage_of,
-)
+from tercet.router.openai.fast_path.sse_chunks import NULL, Extras, counts_reasoning, encode, framed, usage_of
+from tercet.router.openai.fast_path.token_texts import LogprobChunks, Logprobs, TokenPieces, TokenTexts, look_up
 from tercet.router.openai.program_client import SequenceFailed, SequenceOutputs
 from tercet.vllm_plugin.differences import SILENT_ENDS
-from tercet.wire.serving.client_connection import ClientConnection
+from tercet.wire.serving.client_connection import CONNECTION, ClientConnection
+from tercet.wire.serving.server_access import RequestContext
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor
+
+    from tercet.router.openai.fast_path.sse_chunks import AnswerEvents
 
 logger = logging.getLogger(__name__)
 COMMENT = framed(SSE_KEEP_ALIVE_COMMENT.encode())
 # Length in seconds of one "iteration" in vLLM's metrics. One record costs as much as several tokens.
 RECORD_SECONDS = 0.5
+# Key of the scope with the function that streams the answer and returns its last events.
+STREAM = "tercet.stream"
+EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
+# What the HTTP metrics get as the response; they read its headers only.
+STREAMED = Response()
+# What adds a prepared request to vLLM, and what yields that in place of the request's results.
+AddRequest = Callable[[], Awaitable[Any]]
+Adding = AsyncGenerator[AddRequest, None]
+
+
+class FastPath:
+    """Serves the streams of ``routes`` (by path) of ``app``, whose layers add headers to answers."""
+
+    def __init__(self, app: Any, routes: dict[str, FastRoute], tools: StreamTools, metrics: HttpMetrics) -> None:
+        self._routes = routes
+        self._tools = tools
+        self._metrics = metrics
+        # The application's layers that add headers to answers, in their order, around the stream.
+        self._answer: ASGIApp = _stream_answer
+        for layer in reversed([*_layers(app)]):
+            if not isinstance(layer, (CORSMiddleware, XRequestIdMiddleware)):
+                continue
+            outer: Any = copy.copy(layer)  # vLLM's own path goes on using the layer itself
+            outer.app = self._answer
+            self._answer = outer
+
+    async def serve(self, context: RequestContext, scope: Scope, send: Send) -> bool:
+        """Serve the current request if this path supports it; return False if it does not."""
+        route, connection = self._routes.get(context.path), context.connection
+        if route is None or connection is None or context.asked.stream is not True:
+            return False
+        # Frames are written in HTTP/1.1's chunked encoding; vLLM reads no body without a content type; and a trace is
+        # added to an answer by a layer that vLLM's path has around it.
+        is_json = context.form == JSON and "content-type" in context.headers
+        if scope["http_version"] != "1.1" or not is_json or TRACE_HEADER in context.headers:
+            return False
+        try:
+            request = route.model.model_validate(context.fields)
+            plan = await route.prepare(request, Request(scope)) if route.takes(request) else None
+            if not isinstance(plan, StreamPlan):  # vLLM has refused the request: its own path answers it
+                return False
+            (add_request,) = [each async for each in plan.adding]
+        except Exception as error:  # vLLM's own path answers the request, whatever the error is
+            logger.debug("the stream takes vLLM's own path: %s: %s", type(error).__name__, error)
+            return False
+        context.fields = None  # the body may be large, and is no longer needed
+        stream = RequestStream(connection, self._tools, plan, context.concurrency)
+        # The run calls ``add_request``, vLLM's, which passes each sequence to ``ProgramClient.add_request_async``. That
+        # finds ``begin_stream`` in the request's context, calls it with the sequence's outputs, and starts no task.
+        context.begin_stream = stream.begin
+        scope[STREAM] = partial(stream.run, add_request)
+        try:
+            await self._answer(scope, _disconnect, send)
+        finally:  # as vLLM's layer does; the answer of a client that left counts by its head, too
+            self._metrics.observe(scope, context.path, time.monotonic() - context.began)
+        context.calls_tool = stream.calls_tool
+        return True
+
+
+def _layers(app: Any) -> Iterator[Any]:
+    """Yield an application's layers, the outermost first."""
+    while app is not None:
+        yield app
+        app = getattr(app, "app", None)
+
+
+async def _stream_answer(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with the stream of ``scope``: an ASGI application."""
+    connection: ClientConnection = scope[CONNECTION]
+    run: Callable[[], Awaitable[bytes]] = scope[STREAM]
+    # The head by ASGI, so that the layers add their headers to it; the chunks past them, to the connection.
+    with connection.until_lost():
+        await send({"type": "http.response.start", "status": 200, "headers": [EVENT_STREAM]})
+        end = await run()
+        connection.flush()
+        await send({"type": "http.response.body", "body": end})
+
+
+async def _disconnect() -> Message:
+    """Return what ASGI's ``receive`` returns for a request whose body was read."""
+    return {"type": "http.disconnect"}
+
+
+class HttpMetrics:
+    """Counter of requests and their durations, in the metrics of ``app``'s layers; no ``observers``: it has none."""
+
+    def __init__(self, app: Any) -> None:
+        self.observers: Sequence[Callable[[Info], None]] = ()
+        for layer in _layers(app):
+            if isinstance(layer, PrometheusInstrumentatorMiddleware):
+                self.observers = layer.instrumentations
+
+    def observe(self, scope: Scope, handler: str, seconds: float) -> None:
+        info = Info(Request(scope), STREAMED, "POST", handler, "2xx", seconds, seconds)
+        for observe in self.observers:
+            observe(info)
+
+
+@dataclass(frozen=True)
+class FastRoute:
+    """One route: the ``model`` of its bodies, a test of a body (``takes``), and a function that prepares its stream."""
+
+    model: Any
+    takes: Callable[[Any], bool]
+    prepare: Callable[[Any, Request], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
@@ -72,10 +187,11 @@ class StreamTools:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """One answer before it is streamed: ``events`` write it, and vLLM's object ``serving`` prepared it."""
+    """One answer before it is streamed: ``serving``, vLLM's object, prepared it, and ``events`` write it."""
 
     serving: Any
     events: AnswerEvents
+    adding: Adding
     #: A parser may read its text.
     is_chat: bool
     n: int = 1
@@ -407,7 +523,7 @@ class RequestStream:
         self._open, self._end = plan.n, b""
         self.queue: Any = None
 
-    async def run(self, add_request: Callable[[], Awaitable[Any]]) -> bytes:
+    async def run(self, add_request: AddRequest) -> bytes:
         """Stream the request that ``add_request`` adds to vLLM; return the last events, with the error if it failed."""
         events = self.plan.events
         if opening := events.begin():
@@ -506,66 +622,3 @@ class StreamStats:
             asyncio.get_running_loop().call_later(RECORD_SECONDS, self.record)
         self._iteration.num_generation_tokens += num_tokens
         return self._iteration
-
-
-# ---- texts of single tokens ------------------------------------------------------------------------------------------
-
-# Look-up of the text of tokens that are whole characters, instead of decoding.
-#
-# With a byte-level vocabulary, the text of a sequence is the bytes of its tokens, one after the other. A token whose
-# bytes are whole characters has the same text everywhere, unless the token before it left a character unfinished.
-# vLLM's detokenizer decodes all other tokens, and every token of other vocabularies.
-#
-# Relies on ``FastIncrementalDetokenizer`` calling its own ``decode_next`` for the text of each token; on its stream
-# keeping back only an unfinished character, so that it can skip whole tokens; and on the ``ByteLevel`` decoder of
-# ``tokenizers`` converting tokens to bytes one by one.
-
-
-class TokenTexts(dict[int, str]):
-    """The text of each token, filled on demand; empty for special tokens, parts of characters and unknown ids.
-
-    ``backend`` is a ``tokenizers.Tokenizer``.
-    """
-
-    def __init__(self, backend: Any) -> None:
-        super().__init__()
-        self._backend = backend
-
-    def __missing__(self, token_id: int) -> str:
-        try:
-            text = self._backend.decode([token_id], skip_special_tokens=True)
-        except OverflowError:  # not a valid id
-            return ""
-        whole = self[token_id] = "" if REPLACEMENT in text else text
-        return whole
-
-
-def texts_of(tokenizer: Any) -> TokenTexts | None:
-    """Return the texts of the tokens of vLLM's ``tokenizer``; None if a token's text depends on its neighbours."""
-    backend = getattr(tokenizer, "_tokenizer", None)
-    return TokenTexts(backend) if isinstance(getattr(backend, "decoder", None), ByteLevel) else None
-
-
-def look_up(detokenizer: Any, texts: TokenTexts | None, prompt: Sequence[int]) -> Callable[[int], str] | None:
-    """Make ``detokenizer`` look up texts; ``prompt`` has the tokens before its first one.
-
-    Returns the function for the text of its next token. Returns None, and changes nothing, if look-up is impossible:
-    for other detokenizers, and for texts with special tokens but without spaces between them.
-    """
-    if texts is None or type(detokenizer) is not FastIncrementalDetokenizer:
-        return None
-    if not detokenizer.spaces_between_special_tokens:
-        return None
-    # `whole`: the token before left no character unfinished. Without that, a text by itself may be a wrong one.
-    decode, whole = detokenizer.decode_next, not prompt or bool(texts[prompt[-1]])
-
-    def decode_next(next_token_id: int) -> str:
-        nonlocal whole
-        text = texts[next_token_id]
-        if text and whole:
-            return text
-        whole = bool(text)  # after a token with text, no character is unfinished
-        return decode(next_token_id)
-
-    detokenizer.decode_next = decode_next
-    return decode_next

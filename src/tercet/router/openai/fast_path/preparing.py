@@ -1,13 +1,13 @@
-"""The streaming fast path: from the socket to vLLM's serving objects and back, without the layers between them.
+"""What vLLM prepares for a stream of each API: a copy of its serving object reads, checks and renders a request.
 
-A copy of vLLM's serving object reads, checks and renders a request, and returns a plan instead of a stream. A request
-that this path does not support, or that the serving object refuses, goes to vLLM's layers unchanged: they answer it, in
-most cases with an error.
+The copy returns a plan instead of a stream. A request that the fast path does not support, or that the serving object
+refuses, has no plan.
 
 Relies on FastAPI passing serving objects the result of ``model_validate`` for a JSON body; on ``create_completion``,
 ``create_chat_completion``, ``create_messages`` and ``create_responses`` of serving objects rendering and validating a
 request before they return its stream. They make the stream with ``completion_stream_generator``,
-``chat_completion_stream_generator`` and ``responses_stream_generator`` from the result of ``engine_client.generate``.
+``chat_completion_stream_generator`` and ``responses_stream_generator`` from the result of ``engine_client.generate``,
+which ``merge_async_iterators`` makes pairs of, of a prompt's number and a result, for completions.
 Chat makes a parser with ``_make_parser``, whose ``is_reasoning_end`` it calls with the prompt, and then one with the
 same arguments for each choice. Messages also passes the chat stream through ``message_stream_converter``; Responses
 uses the result of ``_generate_with_builtin_tools``. ``should_include_usage`` returns whether usage is sent at the end,
@@ -20,27 +20,25 @@ import argparse
 import copy
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from prometheus_fastapi_instrumentator.metrics import Info
-from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentatorMiddleware
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm.entrypoints.serve.middleware.x_request_id import XRequestIdMiddleware
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 
 from tercet.protocol.errors import MESSAGES
-from tercet.protocol.headers import CHAT, COMPLETIONS, RESPONSES, TRACE_HEADER
-from tercet.protocol.wire import JSON
+from tercet.protocol.headers import CHAT, COMPLETIONS, RESPONSES
 from tercet.router.openai.fast_path.agent_answers import MessageAnswer, ResponseAnswer, ResponseTask
-from tercet.router.openai.fast_path.logprob_chunks import Logprobs, TokenPieces
 from tercet.router.openai.fast_path.parsed_text import Parsing, keep_parser_parts
-from tercet.router.openai.fast_path.request_stream import RequestStream, StreamPlan, StreamStats, StreamTools, texts_of
+from tercet.router.openai.fast_path.request_stream import (
+    Adding,
+    FastPath,
+    FastRoute,
+    HttpMetrics,
+    StreamPlan,
+    StreamStats,
+    StreamTools,
+)
 from tercet.router.openai.fast_path.sse_chunks import (
     CHAT_FORMAT,
     COMPLETION_FORMAT,
@@ -49,86 +47,11 @@ from tercet.router.openai.fast_path.sse_chunks import (
     counts_reasoning,
     installed,
 )
+from tercet.router.openai.fast_path.token_texts import Logprobs, TokenPieces, texts_of
 from tercet.vllm_plugin.differences import ENDS_OF_AGENTS_APIS, OFFSETS_OF_SENT_TEXT, keeps_tool_calls
-from tercet.wire.serving.client_connection import CONNECTION, ClientConnection
-from tercet.wire.serving.server_access import RequestContext, current
+from tercet.wire.serving.server_access import current
 
 logger = logging.getLogger(__name__)
-# Key of the scope with the function that streams the answer and returns its last events.
-ANSWER = "tercet.stream"
-EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
-# What the HTTP metrics get as the response; they read its headers only.
-STREAMED = Response()
-
-
-class FastPath:
-    """Serves the streams of ``routes`` (by path) of ``app``, whose layers add headers to answers."""
-
-    def __init__(self, app: Any, routes: dict[str, FastRoute], tools: StreamTools, metrics: HttpMetrics) -> None:
-        self._routes = routes
-        self._tools = tools
-        self._metrics = metrics
-        # The application's layers that add headers to answers, in their order, around the stream.
-        self._answer: ASGIApp = _answer
-        for layer in reversed([*_layers(app)]):
-            if not isinstance(layer, (CORSMiddleware, XRequestIdMiddleware)):
-                continue
-            outer: Any = copy.copy(layer)  # vLLM's own path goes on using the layer itself
-            outer.app = self._answer
-            self._answer = outer
-
-    async def serve(self, context: RequestContext, scope: Scope, send: Send) -> bool:
-        """Serve the current request if this path supports it; return False if it does not."""
-        route, connection = self._routes.get(context.path), context.connection
-        if route is None or connection is None or context.asked.stream is not True:
-            return False
-        # Frames are written in HTTP/1.1's chunked encoding; vLLM reads no body without a content type; and a trace is
-        # added to an answer by a layer that vLLM's path has around it.
-        if scope["http_version"] != "1.1" or context.form != JSON or "content-type" not in context.headers:
-            return False
-        if TRACE_HEADER in context.headers:
-            return False
-        try:
-            request = route.model.model_validate(context.fields)
-            plan = await route.prepare(request, Request(scope)) if route.takes(request) else None
-        except Exception as error:  # vLLM's own path answers the request, whatever the error is
-            logger.debug("the stream takes vLLM's own path: %s: %s", type(error).__name__, error)
-            return False
-        # vLLM has refused the request, or has not come to add it: its own path answers, from the beginning.
-        if not isinstance(plan, StreamPlan) or context.add_request is None:
-            return False
-        context.fields = None  # the body may be large, and is no longer needed
-        stream = RequestStream(connection, self._tools, plan, context.concurrency)
-        context.begin_stream = stream.begin
-        scope[ANSWER] = partial(stream.run, context.add_request)
-        await self._answer(scope, _disconnect, send)
-        context.calls_tool = stream.calls_tool
-        self._metrics.observe(scope, context.path, time.monotonic() - context.began)
-        return True
-
-
-def _layers(app: Any) -> Iterator[Any]:
-    """Yield an application's layers, the outermost first."""
-    while app is not None:
-        yield app
-        app = getattr(app, "app", None)
-
-
-async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with the stream of ``scope``: an ASGI application."""
-    connection: ClientConnection = scope[CONNECTION]
-    run: Callable[[], Awaitable[bytes]] = scope[ANSWER]
-    # The head by ASGI, so that the layers add their headers to it; the chunks past them, to the connection.
-    with connection.until_lost():
-        await send({"type": "http.response.start", "status": 200, "headers": [EVENT_STREAM]})
-        end = await run()
-        connection.flush()
-        await send({"type": "http.response.body", "body": end})
-
-
-async def _disconnect() -> Message:
-    """Return what ASGI's ``receive`` returns for a request whose body was read."""
-    return {"type": "http.disconnect"}
 
 
 def fast_path(app: Any, state: Any, args: argparse.Namespace, engine_client: Any) -> FastPath | None:
@@ -160,18 +83,6 @@ def fast_path(app: Any, state: Any, args: argparse.Namespace, engine_client: Any
     served = {path: (getattr(state, name, None), make) for path, (name, make) in makers.items()}
     routes = {path: make(serving, engine_client) for path, (serving, make) in served.items() if serving is not None}
     return FastPath(app, routes, tools, metrics)
-
-
-# ---- routes ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FastRoute:
-    """One route: the ``model`` of its bodies, a test of a body (``takes``), and a function that prepares its stream."""
-
-    model: Any
-    takes: Callable[[Any], bool]
-    prepare: Callable[[Any, Request], Awaitable[Any]]
 
 
 def is_fast_completion(request: Any) -> bool:
@@ -206,7 +117,10 @@ def is_fast_response(request: Any, serving: Any) -> bool:
 
 
 class PreparingClient:
-    """Replacement for a serving object's engine client: records a request instead of generating for it."""
+    """Replacement for a serving object's engine client: ``generate`` yields no output, but the call to begin it.
+
+    vLLM passes what ``generate`` returns to the function that makes the stream; here, that puts it into its plan.
+    """
 
     def __init__(self, engine_client: Any) -> None:
         self._engine_client = engine_client
@@ -214,10 +128,8 @@ class PreparingClient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine_client, name)
 
-    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> None:
-        current().add_request = partial(
-            self._engine_client.add_request, request_id, prompt, sampling_params, **more
-        )  # fmt: skip
+    async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> Adding:
+        yield partial(self._engine_client.add_request, request_id, prompt, sampling_params, **more)
 
 
 def completion_route(serving: Any, engine_client: Any) -> FastRoute:
@@ -225,13 +137,15 @@ def completion_route(serving: Any, engine_client: Any) -> FastRoute:
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
     def plan(
-        request: Any, _inputs: Any, _results: Any, request_id: str, created: int, model: str, **_: Any
+        request: Any, _inputs: Any, results: Any, request_id: str, created: int, model: str, **_: Any
     ) -> StreamPlan:
         usage, usage_each = should_include_usage(request.stream_options, serving.enable_force_include_usage)
         n, token_ids = request.n or 1, bool(request.return_token_ids)
         chunks = ChunkWriter(installed(COMPLETION_FORMAT), request_id, created, model)
+        # vLLM has merged the results of all prompts: with the number of the prompt, which is the only one here.
+        adding = (add_request async for _prompt, add_request in results)
         return StreamPlan(
-            serving, ChunkAnswer(serving, chunks, None, n, usage, usage_each, token_ids), is_chat=False, n=n,
+            serving, ChunkAnswer(serving, chunks, None, n, usage, usage_each, token_ids), adding, is_chat=False, n=n,
             usage_each=usage_each, token_ids=token_ids, fingerprint=None if usage else serving.system_fingerprint,
             logprobs=None if request.logprobs is None else _logprobs(serving, request, request.logprobs),
         )  # fmt: skip
@@ -246,7 +160,7 @@ def chat_route(serving: Any, engine_client: Any) -> FastRoute:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     def plan(
-        request: Any, request_id: str, model: str, make_parser: Callable[[], Any], media_tokens: Any
+        request: Any, adding: Adding, request_id: str, model: str, make_parser: Callable[[], Any], media_tokens: Any
     ) -> StreamPlan:
         usage, usage_each = should_include_usage(request.stream_options, serving.enable_force_include_usage)
         n, token_ids = request.n or 1, bool(request.return_token_ids)
@@ -258,7 +172,7 @@ def chat_route(serving: Any, engine_client: Any) -> FastRoute:
             media_tokens,
         )  # fmt: skip
         return StreamPlan(
-            serving, events, is_chat=True, n=n, usage_each=usage_each, token_ids=token_ids,
+            serving, events, adding, is_chat=True, n=n, usage_each=usage_each, token_ids=token_ids,
             logprobs=_logprobs(serving, request, request.top_logprobs) if wants_logprobs else None,
             parsing=chat_parsing(serving, request, make_parser, usage=usage),
             fingerprint=None if usage else serving.system_fingerprint,
@@ -273,9 +187,11 @@ def message_route(serving: Any, engine_client: Any) -> FastRoute:
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 
     # ``request`` is the chat request into which vLLM has converted a message's; its usage has no count of media tokens.
-    def plan(request: Any, request_id: str, model: str, make_parser: Callable[[], Any], _media: Any) -> StreamPlan:
+    def plan(
+        request: Any, adding: Adding, request_id: str, model: str, make_parser: Callable[[], Any], _media: Any
+    ) -> StreamPlan:
         parsing = chat_parsing(serving, request, make_parser, usage=False)
-        return StreamPlan(serving, MessageAnswer(serving, request_id, model), is_chat=True, parsing=parsing)
+        return StreamPlan(serving, MessageAnswer(serving, request_id, model), adding, is_chat=True, parsing=parsing)
 
     preparing = _preparing_chat(serving, engine_client, plan)
     preparing.message_stream_converter = lambda prepared: prepared
@@ -286,7 +202,7 @@ def _preparing_chat(serving: Any, engine_client: Any, plan: Callable[..., Stream
     """Return a copy of a serving object that returns a plan instead of a chat stream."""
 
     def planned(
-        request: Any, _results: Any, request_id: str, model: str, _conversation: Any, tokenizer: Any, _metadata: Any,
+        request: Any, results: Any, request_id: str, model: str, _conversation: Any, tokenizer: Any, _metadata: Any,
         chat_template_kwargs: Any = None, mm_token_counts: Any = None,
     ) -> StreamPlan:  # fmt: skip
         # The parser that vLLM made to read the prompt serves the first choice: it has the same arguments, and reading a
@@ -296,7 +212,7 @@ def _preparing_chat(serving: Any, engine_client: Any, plan: Callable[..., Stream
         def make() -> Any:
             return first.pop() if first else serving._make_parser(request, tokenizer, chat_template_kwargs)
 
-        return plan(request, request_id, model, make, mm_token_counts)
+        return plan(request, results, request_id, model, make, mm_token_counts)
 
     def make_parser(*args: Any) -> Any:
         made = current().parser = serving._make_parser(*args)
@@ -339,14 +255,14 @@ def response_route(serving: Any, engine_client: Any) -> FastRoute:
     def generate(
         request_id: str, engine_input: Any, sampling_params: Any, context: Any, tok_params: Any = None,
         max_tool_calls: int | None = None, **more: Any,
-    ) -> None:  # fmt: skip
+    ) -> Adding:  # fmt: skip
         del context, tok_params, max_tool_calls  # only tools that the server calls need these
         first = f"{request_id}_0"
         preparing._log_inputs(first, engine_input, params=sampling_params, lora_request=more.get("lora_request"))
-        client.generate(engine_input, sampling_params, first, **more)
+        return client.generate(engine_input, sampling_params, first, **more)
 
     def plan(
-        request: Any, sampling_params: Any, _results: Any, context: Any, model: str, tokenizer: Any, metadata: Any
+        request: Any, sampling_params: Any, results: Any, context: Any, model: str, tokenizer: Any, metadata: Any
     ) -> StreamPlan | None:
         if type(context) is not SimpleContext:
             return None  # only vLLM can make items from another kind of context
@@ -359,30 +275,8 @@ def response_route(serving: Any, engine_client: Any) -> FastRoute:
                 keeps_tool_calls=True, counts=True,
             )  # fmt: skip
         answer = ResponseAnswer(serving, task)
-        return StreamPlan(serving, answer, is_chat=True, parsing=parsing, emits_empty_outputs=True)
+        return StreamPlan(serving, answer, results, is_chat=True, parsing=parsing, emits_empty_outputs=True)
 
     preparing.engine_client, preparing._generate_with_builtin_tools = client, generate
     preparing.responses_stream_generator = plan
     return FastRoute(ResponsesRequest, partial(is_fast_response, serving=serving), preparing.create_responses)
-
-
-# ---- vLLM's HTTP metrics and header layers, which the fast path bypasses ---------------------------------------------
-
-# Relies on ``PrometheusInstrumentatorMiddleware``, ``CORSMiddleware`` and ``XRequestIdMiddleware`` being among the
-# application's layers, each with the next one as ``app``; on the ``instrumentations`` of the first one taking the data
-# of a request as one ``Info``; and on the other two changing only the headers of an answer.
-
-
-class HttpMetrics:
-    """Counter of requests and their durations, in the metrics of ``app``'s layers; no ``observers``: it has none."""
-
-    def __init__(self, app: Any) -> None:
-        self.observers: Sequence[Callable[[Info], None]] = ()
-        for layer in _layers(app):
-            if isinstance(layer, PrometheusInstrumentatorMiddleware):
-                self.observers = layer.instrumentations
-
-    def observe(self, scope: Scope, handler: str, seconds: float) -> None:
-        info = Info(Request(scope), STREAMED, "POST", handler, "2xx", seconds, seconds)
-        for observe in self.observers:
-            observe(info)

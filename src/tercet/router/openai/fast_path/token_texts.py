@@ -1,23 +1,32 @@
-"""JSON of a choice's log probabilities in its chunks, written from an engine's numbers.
+"""Texts of single tokens, looked up instead of decoded; and the JSON of log probabilities, which has such texts.
 
-vLLM makes arrays, then a ``Logprob`` per token, then an object per token of the answer. This module looks up the JSON
-of a token's text and adds the number. If a token is a part of a character, vLLM makes its text, which depends on the
-tokens before it.
+With a byte-level vocabulary, the text of a sequence is the bytes of its tokens, one after the other. A token whose
+bytes are whole characters has the same text everywhere, unless the token before it left a character unfinished.
+vLLM's detokenizer decodes all other tokens, and every token of other vocabularies.
 
-Relies on ``LogprobsProcessor`` keeping one dict per position in ``logprobs``, with the sampled token first, and on
-``_get_sampled_context_ids`` reading only the ids in it; on ``num_logprobs`` and ``_verify_tokens``; on
-``append_logprobs_for_next_position`` taking the sampled token, then the tokens of rank 1 to ``num_logprobs``; and on
-``_create_chat_logprobs`` and ``_create_completion_logprobs`` making the client's format.
+For log probabilities, vLLM makes arrays, then a ``Logprob`` per token, then an object per token of the answer. This
+module looks up the JSON of a token's text and adds the number. If a token is a part of a character, vLLM makes its
+text, which depends on the tokens before it.
+
+Relies on ``FastIncrementalDetokenizer`` calling its own ``decode_next`` for the text of each token; on its stream
+keeping back only an unfinished character, so that it can skip whole tokens; and on the ``ByteLevel`` decoder of
+``tokenizers`` converting tokens to bytes one by one. Also on ``LogprobsProcessor`` keeping one dict per position in
+``logprobs``, with the sampled token first, and on ``_get_sampled_context_ids`` reading only the ids in it; on
+``num_logprobs`` and ``_verify_tokens``; on ``append_logprobs_for_next_position`` taking the sampled token, then the
+tokens of rank 1 to ``num_logprobs``; and on ``_create_chat_logprobs`` and ``_create_completion_logprobs`` making the
+client's format.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tokenizers.decoders import ByteLevel
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 from tercet.protocol import Output, TokenLogprob
 from tercet.router.openai.fast_path.sse_chunks import encode
@@ -28,6 +37,59 @@ if TYPE_CHECKING:
 # vLLM's lower bound for a log probability in an answer.
 LEAST = -9999.0
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenTexts(dict[int, str]):
+    """The text of each token, filled on demand; empty for special tokens, parts of characters and unknown ids.
+
+    ``backend`` is a ``tokenizers.Tokenizer``.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def __missing__(self, token_id: int) -> str:
+        try:
+            text = self._backend.decode([token_id], skip_special_tokens=True)
+        except OverflowError:  # not a valid id
+            return ""
+        whole = self[token_id] = "" if REPLACEMENT in text else text
+        return whole
+
+
+def texts_of(tokenizer: Any) -> TokenTexts | None:
+    """Return the texts of the tokens of vLLM's ``tokenizer``; None if a token's text depends on its neighbours."""
+    backend = getattr(tokenizer, "_tokenizer", None)
+    return TokenTexts(backend) if isinstance(getattr(backend, "decoder", None), ByteLevel) else None
+
+
+def look_up(detokenizer: Any, texts: TokenTexts | None, prompt: Sequence[int]) -> Callable[[int], str] | None:
+    """Make ``detokenizer`` look up texts; ``prompt`` has the tokens before its first one.
+
+    Returns the function for the text of its next token. Returns None, and changes nothing, if look-up is impossible:
+    for other detokenizers, and for texts with special tokens but without spaces between them.
+    """
+    if texts is None or type(detokenizer) is not FastIncrementalDetokenizer:
+        return None
+    if not detokenizer.spaces_between_special_tokens:
+        return None
+    # `whole`: the token before left no character unfinished. Without that, a text by itself may be a wrong one.
+    decode, whole = detokenizer.decode_next, not prompt or bool(texts[prompt[-1]])
+
+    def decode_next(next_token_id: int) -> str:
+        nonlocal whole
+        text = texts[next_token_id]
+        if text and whole:
+            return text
+        whole = bool(text)  # after a token with text, no character is unfinished
+        return decode(next_token_id)
+
+    detokenizer.decode_next = decode_next
+    return decode_next
+
+
+# ---- log probabilities -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
