@@ -209,7 +209,7 @@ HOOKS = (
             Code(f"{OUTPUTS}:RequestState.__init__", "self.stats", "self.stream_interval"),
             Code(f"{OUTPUTS}:RequestState.__init__", "self.parent_req"),
             Code(f"{ASYNC_LLM}.add_request", "ParentRequest(", "queue", "self.engine_core.add_request_async("),
-            Has(f"{OUTPUTS}:RequestOutputCollector", "put", "get_nowait", "close"),
+            Has(f"{OUTPUTS}:RequestOutputCollector", "put", "get_nowait"),
         ),
     ),
     Hook(

@@ -1,7 +1,8 @@
 """The engine-core client that runs programs, in place of vLLM's client of one engine, and the conversion of messages.
 
 Relies on ``AsyncLLM`` using, for generation, only the methods below and the attributes ``engine_ranks_managed`` and
-``resources.engine_dead``. ``engine_dead`` is never set: the loss of one engine must not fail every request.
+``resources.engine_dead``. ``engine_dead`` is never set: the loss of one engine must not fail every request. Also on
+``OutputProcessor.abort_requests`` with a parent's id removing all of its sequences, and ``RequestState.parent_req``.
 """
 
 from __future__ import annotations
@@ -170,37 +171,36 @@ class ProgramClient(EngineCoreClient):
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Start the request's program, or pass its outputs to the request's stream on the fast path."""
-        context = current()
-        try:
-            # The router has counted the sequences in the body; this counts those that vLLM makes of it.
-            if context.most_sequences is not None and len(context.running) >= context.most_sequences:
-                raise VLLMValidationError(
-                    f"the request asks for more than {context.most_sequences} sequences, and this router allows "
-                    f"{context.most_sequences} per request (max-sequences); send several requests"
-                )
-            features = await features_of(request, self._service.fleet.model_dtype)
-            sequence = to_request(request, context.headers, context.asked, features, context.background)
-            outputs = SequenceOutputs(self._service, sequence, context, request.request_id)
-        except (VLLMValidationError, SequenceFailed):
-            # AsyncLLM has already registered the request, and does not remove it after an error raised here.
-            self._processor.abort_requests((request.request_id,), internal=True)
-            raise
+        context, request_id = current(), request.request_id
+        # AsyncLLM has already registered the request. It removes one whose last output it gets, or whose task is
+        # cancelled after this call. Every other one (refused here, cancelled here, or on the fast path) is forgotten at
+        # the end of its HTTP request.
+        context.when_ended.append(lambda _: self._forget(request_id))
+        if context.has_ended:
+            self._forget(request_id)
+        # The router has counted the sequences in the body; this counts those that vLLM makes of it.
+        if context.most_sequences is not None and len(context.running) >= context.most_sequences:
+            raise VLLMValidationError(
+                f"the request asks for more than {context.most_sequences} sequences, and this router allows "
+                f"{context.most_sequences} per request (max-sequences); send several requests"
+            )
+        features = await features_of(request, self._service.fleet.model_dtype)
+        sequence = to_request(request, context.headers, context.asked, features, context.background)
+        outputs = SequenceOutputs(self._service, sequence, context, request_id)
         if context.begin_stream is not None:
             context.begin_stream(outputs)
             return
         task = self._tasks.spawn(self._run(outputs, context.concurrency()))
-        self._running[request.request_id] = context.running[request.request_id] = task
-        task.add_done_callback(partial(self._ended, request.request_id, context))
+        self._running[request_id] = context.running[request_id] = task
+        task.add_done_callback(partial(self._ended, request_id, context))
         if context.has_ended:  # the client left while vLLM added the request: nothing will abort it any more
             task.cancel()
         if len(context.running) % BETWEEN_PAUSES == 0:
             await asyncio.sleep(0)  # vLLM adds all sequences of one request in a row; other requests get a turn here
 
-    def _ended(self, request_id: str, context: RequestContext, task: asyncio.Task[None]) -> None:
+    def _ended(self, request_id: str, context: RequestContext, _: asyncio.Task[None]) -> None:
         self._running.pop(request_id, None)
         context.running.pop(request_id, None)
-        if task.cancelled():  # vLLM does not abort a request if it was cancelled while it added the request
-            self._forget(request_id)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Cancel the programs of these requests; each releases its resources on all engines."""
@@ -238,7 +238,7 @@ class ProgramClient(EngineCoreClient):
             queue = self._queue_of(outputs.request_id)
             if queue is not None:
                 queue.put(error)
-                self._forget(outputs.request_id)
+                self._forget(outputs.request_id)  # now, not at the end: its client may be slow to take the error
 
     def _require_taken(self, request_id: str) -> None:
         """Raise :class:`~tercet.protocol.DeadlineExceeded` if too much of the sequence waits for its client."""

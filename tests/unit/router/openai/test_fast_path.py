@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -156,6 +157,32 @@ def test_a_client_that_leaves_before_the_first_token(routers: LiveRouters) -> No
     client.close()
     assert ended.wait(LONGEST_WAIT_S)
     wait_until(lambda: not routers.processor.request_states and not routers.engine.running)
+
+
+@pytest.mark.parametrize("router", ["fast", "stock"])
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream": False}], ids=str)
+def test_a_client_that_leaves_while_its_media_are_encoded(
+    routers: LiveRouters, monkeypatch: pytest.MonkeyPatch, router: str, fields: dict[str, Any]
+) -> None:
+    """vLLM has registered the request then, and has no task yet that would abort it."""
+    from tercet.router.openai import program_client
+
+    begun = threading.Event()
+
+    async def encode(*_: object) -> tuple[()]:
+        begun.set()
+        await asyncio.sleep(LONGEST_WAIT_S)
+        return ()
+
+    monkeypatch.setattr(program_client, "features_of", encode)
+    processor = routers.processor
+    client = connect(routers, "media", ["stop"], router=router, **fields)
+    assert begun.wait(LONGEST_WAIT_S)
+    assert processor.request_states
+    client.close()
+    wait_until(lambda: not processor.request_states)
+    assert not processor.parent_requests
+    assert not processor.external_req_ids
 
 
 def test_a_client_that_leaves_counts_as_vllm_counts_it(routers: LiveRouters) -> None:

@@ -11,7 +11,7 @@ without waking up a task.
 Relies on ``AsyncLLM.add_request`` validating a request, registering it with the ``OutputProcessor`` and passing its
 sequences to the engine-core client, with one queue for all of them; on ``process_outputs`` putting the result of an
 output into the request's queue at once; on ``RequestState`` having ``detokenizer``, ``logprobs_processor``,
-``stream_interval``, ``request_index``, ``parent_req``, ``stats``; on serving objects' ``_raise_if_error``; on the text of
+``stream_interval``, ``request_index`` and ``stats``; on serving objects' ``_raise_if_error``; on the text of
 ``SSE_KEEP_ALIVE_COMMENT``; and on the updates of ``IterationStats.update_from_output`` for a token after the first: the
 request's token count and time of last token, the gap between the two, and the iteration's token count. Also on
 ``PrometheusInstrumentatorMiddleware``, ``CORSMiddleware`` and ``XRequestIdMiddleware`` being among the application's
@@ -262,12 +262,6 @@ class ChoiceStream:
         # The log probabilities of the result that vLLM makes next; None if vLLM makes them too.
         self._written: bytes | None = None
         self.num_tokens = 0
-
-    @property
-    def id(self) -> str:
-        """The request id for vLLM's output processor to abort; it covers all choices of the request."""
-        parent = self._state.parent_req
-        return self._state.request_id if parent is None else parent.request_id
 
     @property
     def reasoning_tokens(self) -> int:
@@ -555,10 +549,6 @@ class RequestStream:
                     group.create_task(choice.run(self._concurrency()))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        finally:
-            # vLLM has registered the request, and its own handler, which would end it, does not run on this path.
-            self.tools.processor.abort_requests((self._choices[0].id,), internal=True)
-            self.queue.close()
 
     @property
     def calls_tool(self) -> bool:
