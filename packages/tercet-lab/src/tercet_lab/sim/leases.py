@@ -22,13 +22,24 @@ from tercet_lab.sim.step_selection import Work
 
 
 @dataclass(eq=False, slots=True)
-class SimLease(Lease):
-    """Blocks for the first ``end`` tokens of ``prompt``. While they are reserved, the caller waits for ``answer``."""
+class PromptLease(Lease):
+    """A lease for the first ``end`` tokens of ``prompt``, of which the first ``matched`` were there already."""
 
     prompt: Prompt
     end: int
+    matched: int = 0
+
+    @property
+    def valid_end(self) -> int:
+        """Number of tokens from the start whose KV is here without a gap."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False, slots=True)
+class SimLease(PromptLease):
+    """A lease of an engine's blocks. While they are reserved, the caller waits for ``answer``."""
+
     state: LeaseState = "asked"
-    matched: int = 0  # the first tokens were cached already
     holding: Holding = field(default_factory=Holding)
     received: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # token ranges whose KV has arrived
     arrival: int = 0  # in the order of all arrivals
@@ -37,7 +48,6 @@ class SimLease(Lease):
 
     @property
     def valid_end(self) -> int:
-        """Number of tokens from the start whose KV is here without a gap."""
         reached = self.matched
         for begin, end in sorted(self.received):
             if begin > reached:
@@ -58,27 +68,25 @@ class SimLease(Lease):
             require_continued(reserved[: self.end], (*request.prompt, *output)[:end], differs)
 
 
-L = TypeVar("L", bound=Lease)
+L = TypeVar("L", bound=PromptLease)
 
 
-def refusal(leases: LeaseTable[L], lease: L | None, same: bool) -> str | None:
-    """Return the reason why a lease (None: it has ended) does not accept KV, or None, which counts as an activity.
+class PromptLeases(LeaseTable[L]):
+    """The leases of an engine or a store."""
 
-    ``same`` is True if the KV is of the lease's tokens.
-    """
-    if lease is None:
-        return "the lease has ended"
-    if not same:
-        return f"the KV has other tokens, another cache salt or another adapter than lease {lease.name}"
-    leases.renew(lease)
-    return None
+    def __init__(self) -> None:
+        super().__init__(self.end)
+
+    def end(self, lease: L, error: LeaseEnded | None = None) -> None:
+        """End a lease; ``error`` is for a caller who waits for its blocks."""
+        raise NotImplementedError
 
 
-class SimLeases(LeaseTable[SimLease]):
+class SimLeases(PromptLeases[SimLease]):
     """The leases of one engine, which pin at most ``max_blocks`` blocks. Those in ``waits`` have no blocks yet."""
 
     def __init__(self, pool: BlockPool, block_size: int, max_blocks: int, scheduler: SimScheduler) -> None:
-        super().__init__(self.end)
+        super().__init__()
         self._pool = pool
         self._block_size = block_size
         self._max_blocks = max_blocks

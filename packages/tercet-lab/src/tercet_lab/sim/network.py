@@ -1,4 +1,4 @@
-"""KV transfers between the engines of one simulation: sends, and the links that carry their chunks.
+"""The engines and stores of one simulation, and KV transfers between them: sends, and links that carry their chunks.
 
 Each engine has one link out and one link in. A link serves one transfer after the other, so transfers that share a link
 wait for each other. Layers are sent while their step computes: a transfer may start when the first layer is computed.
@@ -8,29 +8,28 @@ It ends no earlier than the end of the step plus the time for the last layer's b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Protocol
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any, Generic, Protocol, TypeVar
 
-from tercet.protocol import KVAddrInfo, TercetError, TransferFailed
+from tercet import __version__
+from tercet.protocol import (
+    Content,
+    EngineStatus,
+    EngineUnreachable,
+    KVAddrInfo,
+    RankAddress,
+    Request,
+    Reservation,
+    TercetError,
+    TransferFailed,
+)
 from tercet_lab.sim.block_pool import Prompt
+from tercet_lab.sim.leases import PromptLease, PromptLeases
 from tercet_lab.sim.step_times import Profile, Transfer
-
-
-class SendSource(Protocol):
-    """The sender of a send: an engine or a store of this process."""
-
-    name: str
-    profile: Profile
-    network: Network
-
-    @property
-    def transfer(self) -> Transfer:
-        """Speed of KV transfers from there."""
-        ...
-
-    def loses_a_transfer(self) -> bool:
-        """True, at random, if this transfer is to be lost."""
-        ...
 
 
 class SendTarget(Protocol):
@@ -65,7 +64,7 @@ class Send:
     """
 
     def __init__(
-        self, sender: SendSource, receiver: SendTarget, lease: str, prompt: Prompt, begin: int, end: int
+        self, sender: Node[Any], receiver: SendTarget, lease: str, prompt: Prompt, begin: int, end: int
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._sender = sender
@@ -111,6 +110,12 @@ class Send:
         if not self.done.done():
             self._timer = self._loop.call_at(max(self._arrives, self._loop.time()), self._arrived)
 
+    def all_at_once(self) -> None:
+        """Send KV that exists already."""
+        now = self._loop.time()
+        self.chunk(0, self.end, now, now)
+        self.computed()
+
     def _arrived(self) -> None:
         self._timer = None  # it refers to this send
         if self.done.done():
@@ -143,12 +148,148 @@ class Send:
                 self._receiver.receive(self._lease, self._prompt, begin, end, lambda _: None)
 
 
-class Node(SendTarget, Protocol):
-    """An engine or a store of a simulation."""
+L = TypeVar("L", bound=PromptLeases[Any])
+
+
+class Node(ABC, Generic[L]):
+    """An engine or a store of a simulation, which can fail: its leases and sends, and what the verbs of both do alike.
+
+    It is a :class:`SendTarget`. ``address`` is its URL for other processes.
+    """
+
+    _leases: L
+
+    def __init__(self, name: str, profile: Profile, network: Network, lease_ttl: float, address: str | None) -> None:
+        self.name = name
+        self.profile = profile
+        self.transfer = profile.transfer
+        self.network = network
+        self.incarnation = ""
+        self._loop = asyncio.get_running_loop()
+        self._layout = profile.layout()
+        self._lease_ttl = lease_ttl
+        self._lease_numbers = count(1)  # continues after a failure: no new lease matches a late message
+        self._ranks = (RankAddress(0, (address or f"sim://{name}",)),)
+        self._down = False
+        self._sends: dict[Send, str] = {}  # with their sequences
+
+    @property
+    def down(self) -> bool:
+        """True after a failure, until it has recovered."""
+        return self._down
 
     def close(self) -> None:
         """End the cycles of references in what it keeps, at the end of a simulation."""
-        ...
+
+    def _start(self) -> None:
+        """Begin, at first and after each failure; subclasses also make their memory and leases."""
+        self.incarnation = uuid.uuid4().hex
+
+    def _end_sends(self, error: TercetError) -> None:
+        for send in list(self._sends):
+            send.fail(error)
+
+    # ---- calls -----------------------------------------------------------------------------------------------
+
+    async def _reach(self) -> None:
+        """Wait for the latency of a call. Raise ``EngineUnreachable`` if it is down then."""
+        if self.profile.call:
+            await asyncio.sleep(self.profile.call)
+        if self._down:
+            raise EngineUnreachable(f"{self.name} is down")
+
+    @abstractmethod
+    async def _lease(self, request: Request, end: int | None, ttl: float) -> PromptLease:
+        """Reserve room for ``prompt[:end]``."""
+
+    @abstractmethod
+    async def extend(self, lease: str, request: Request, end: int | None) -> tuple[Reservation, float]:
+        """Extend a lease, given by its name, as :meth:`extend_recv` does. Also return its timeout in seconds."""
+
+    @asynccontextmanager
+    async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
+        lease = await self._lease(request, end, self._lease_ttl)
+        try:
+            yield self._reservation(lease, lease.matched)
+        finally:
+            self._leases.end(lease)
+
+    async def reserve(self, request: Request, end: int | None, ttl: float) -> Reservation:
+        """Do as :meth:`prep_recv`; the lease ends ``ttl`` seconds after its last activity, or by :meth:`release`."""
+        lease = await self._lease(request, end, ttl)
+        return self._reservation(lease, lease.matched)
+
+    async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
+        extended, _ = await self.extend(reservation.lease, request, end)
+        return extended
+
+    def _extended(self, lease: PromptLease) -> tuple[Reservation, float]:
+        size = self.profile.block_size
+        return self._reservation(lease, lease.valid_end // size * size), lease.ttl
+
+    def _reservation(self, lease: PromptLease, matched: int) -> Reservation:
+        info = KVAddrInfo(
+            lease.name, self.name, lease.matched, lease.end, "sim", self._ranks, self._layout,
+            adapter=lease.prompt.adapter or "",
+        )  # fmt: skip
+        return Reservation(info, matched)
+
+    async def release(self, lease: str) -> int:
+        """End a lease, and return the end of its valid KV, in tokens. Raise ``UnknownSequence`` if it is not open."""
+        await self._reach()
+        found = self._leases.require(lease)
+        self._leases.end(found)
+        return found.valid_end
+
+    def _status(self, **of_its_kind: Any) -> EngineStatus:
+        """Return a status: what engines and stores report alike, and ``of_its_kind``."""
+        return EngineStatus(
+            engine=self.name, model=self.profile.model.name, version=__version__,
+            vllm_version=f"simulated {self.profile.name}", block_size=self.profile.block_size,
+            max_model_len=self.profile.max_model_len, sends=len(self._sends), incarnation=self.incarnation,
+            fingerprint=self._layout.model, layout=self._layout, dtype=self._layout.dtype, **of_its_kind,
+        )  # fmt: skip
+
+    # ---- receiving KV ----------------------------------------------------------------------------------------
+
+    def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
+        """See :meth:`SendTarget.refuses`."""
+        found = self._open_lease(lease)
+        return self._refusal(found, found is not None and found.prompt.begins_like(prompt, end))
+
+    def refuses_content(self, lease: str, content: Content) -> str | None:
+        """Do as :meth:`refuses`, given the content's identity, which a sender in another process sent."""
+        found = self._open_lease(lease)
+        return self._refusal(found, found is not None and found.prompt.content(content.end) == content)
+
+    def _open_lease(self, name: str) -> PromptLease | None:
+        return None if self._down else self._leases.find(name)
+
+    def _refusal(self, lease: PromptLease | None, same: bool) -> str | None:
+        """Return the reason why a lease (None: it has ended) does not accept KV, or None, which counts as an activity.
+
+        ``same`` is True if the KV is of the lease's tokens.
+        """
+        if lease is None:
+            return "the lease has ended"
+        if not same:
+            return f"the KV has other tokens, another cache salt or another adapter than lease {lease.name}"
+        self._leases.renew(lease)
+        return None
+
+    def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
+        """See :meth:`SendTarget.receive`."""
+        answer(self.refuses(lease, prompt, end) or self.take_in(lease, begin, end))
+
+    @abstractmethod
+    def take_in(self, lease: str, begin: int, end: int) -> None:
+        """Record that the KV of the tokens ``[begin, end)`` has arrived under the lease."""
+
+    # ---- sending KV ------------------------------------------------------------------------------------------
+
+    def loses_a_transfer(self) -> bool:
+        """True, at random, if a transfer from here is to be lost; False unless an option says otherwise."""
+        return False
 
 
 class Network:
@@ -160,12 +301,12 @@ class Network:
     def __init__(self) -> None:
         self.prompt: Callable[[tuple[int, ...], str | None, str | None], Prompt] = Prompt
         self.bytes_sent = 0
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, Node[Any]] = {}
         self._preemptions: dict[str, int] = {}
         self._out_free: dict[str, float] = {}
         self._in_free: dict[str, float] = {}
 
-    def add(self, node: Node) -> None:
+    def add(self, node: Node[Any]) -> None:
         """Connect an engine or a store under its name. Raise ``ValueError`` if another one has that name."""
         if node.name in self._nodes:
             raise ValueError(f"two engines have the name {node.name}; rename one")
@@ -196,7 +337,7 @@ class Network:
             raise TransferFailed(f"this simulation has no engine {info.engine}", "kv_addr_info")
         return found
 
-    def book(self, sender: SendSource, receiver: SendTarget, size: int, first: float, last: float) -> float:
+    def book(self, sender: Node[Any], receiver: SendTarget, size: int, first: float, last: float) -> float:
         """Reserve the links for ``size`` bytes. Return the time at which the last byte is acknowledged.
 
         The first layer is ready at ``first``, the last layer at ``last``. All times are seconds of the loop.

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from typing import Any, TypeVar
 
-from tercet import __version__
 from tercet.engine.leases import check_generation, end_of_reservation, require_unused, usage_of
 from tercet.protocol import (
     AdapterReport,
-    Content,
     EngineLoad,
     EngineStatus,
     EngineUnreachable,
-    KVAddrInfo,
     Output,
     OutputStream,
-    RankAddress,
     Request,
     Reservation,
     Sent,
@@ -33,7 +26,7 @@ from tercet.protocol import (
     resolve_range,
 )
 from tercet.protocol.types import Paused, resolve_end
-from tercet_lab.sim.block_pool import BlockPool, Prompt, SimObserver
+from tercet_lab.sim.block_pool import BlockPool, SimObserver
 from tercet_lab.sim.engine_options import (
     EngineOptions,
     check_adapter,
@@ -43,8 +36,8 @@ from tercet_lab.sim.engine_options import (
     tokens_to_produce,
 )
 from tercet_lab.sim.kv_usage import EngineUsage
-from tercet_lab.sim.leases import SimLease, SimLeases, refusal
-from tercet_lab.sim.network import Network, Send
+from tercet_lab.sim.leases import SimLease, SimLeases
+from tercet_lab.sim.network import Network, Node, Send
 from tercet_lab.sim.scheduler import SimScheduler
 from tercet_lab.sim.step_selection import Counters, Work, has_computed
 from tercet_lab.sim.step_times import Host, Profile, StepModel, time_on
@@ -83,7 +76,7 @@ class LoadReports:
         self._tell(self._load())
 
 
-class SimEngine:
+class SimEngine(Node[SimLeases]):
     """One engine in virtual or real time, which can fail, restart and freeze.
 
     ``seed`` and the engine's name determine its random decisions. Create it inside a running event loop; it uses the
@@ -101,26 +94,17 @@ class SimEngine:
         address: str | None = None,
         host: Host | None = None,
     ) -> None:
-        self.name = name
-        self.profile = profile
-        self.transfer = profile.transfer
-        self.network = network
         self.options = options or EngineOptions()
-        self._loop = asyncio.get_running_loop()
-        self._layout = profile.layout()
+        super().__init__(name, profile, network, self.options.lease_ttl, address)
         self._model = StepModel(
             profile.steps, self.options.prefill_scale, self.options.decode_scale, self.options.host_time
         )
         self._time = time_on(host, profile)
         self._random = random.Random(f"{seed} {name}")
         self._adapters = {name: AdapterReport(name, f"sim://{name}", name) for name in self.options.adapter_names}
-        self._lease_numbers = count(1)  # continues after a failure: no new lease matches a late message
-        self._ranks = (RankAddress(0, (address or f"sim://{name}",)),)
-        self._down = False
         self._observer: SimObserver | None = None
         self._block_observer: SimObserver | None = None
         self._generating: dict[str, Work] = {}  # by sequence
-        self._sends: dict[Send, str] = {}  # with their sequences
         self._calls: set[asyncio.Future[Any]] = set()
         self._before = Counters()
         self._usage: EngineUsage | None = None
@@ -128,7 +112,7 @@ class SimEngine:
         network.add(self)
 
     def _start(self) -> None:
-        self.incarnation = uuid.uuid4().hex
+        super()._start()
         blocks = self.options.total_blocks or self.profile.total_blocks
         self.pool = BlockPool(blocks, self.profile.block_size, self.options.prefix_caching)
         self._scheduler = SimScheduler(self._model, self.pool, self.profile.block_size, self.options, self._time)
@@ -143,7 +127,6 @@ class SimEngine:
             self.pool.observe(self._block_observer)
 
     def close(self) -> None:
-        """See :meth:`tercet_lab.sim.network.Node.close`."""
         self.pool.close()
 
     def observe_blocks(self, observer: SimObserver) -> None:
@@ -173,8 +156,7 @@ class SimEngine:
         for call in self._calls:
             if not call.done():
                 call.set_exception(error)
-        for send in list(self._sends):
-            send.fail(error)
+        self._end_sends(error)
 
     def recover(self) -> None:
         """Restart after :meth:`fail`, with an empty cache. Do nothing if the engine is not down."""
@@ -198,12 +180,6 @@ class SimEngine:
         self._scheduler.thaw()
 
     # ---- calls -----------------------------------------------------------------------------------------------
-
-    async def _reach(self) -> None:
-        if self.profile.call:
-            await asyncio.sleep(self.profile.call)
-        if self._down:
-            raise EngineUnreachable(f"{self.name} is down")
 
     async def _between_steps(self, action: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """Run an action between steps and return its result; pass it to ``undo`` if the caller was cancelled."""
@@ -245,11 +221,6 @@ class SimEngine:
         return self._before.plus(self._scheduler.counters, self.pool.evicted)
 
     @property
-    def down(self) -> bool:
-        """True after :meth:`fail`, until :meth:`recover`."""
-        return self._down
-
-    @property
     def computes(self) -> bool:
         """True if a step is running."""
         return not self._scheduler.idle
@@ -276,31 +247,11 @@ class SimEngine:
 
     # ---- verbs -----------------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
-        lease = await self._lease(request, end, self.options.lease_ttl)
-        try:
-            yield self._reservation(lease, lease.matched)
-        finally:
-            self._leases.end(lease)
-
-    async def reserve(self, request: Request, end: int | None, ttl: float) -> Reservation:
-        """Do as :meth:`prep_recv`; the lease ends ``ttl`` seconds after its last activity, or by :meth:`release`."""
-        lease = await self._lease(request, end, ttl)
-        return self._reservation(lease, lease.matched)
-
-    async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
-        extended, _ = await self.extend(reservation.lease, request, end)
-        return extended
-
     async def extend(self, lease: str, request: Request, end: int | None) -> tuple[Reservation, float]:
-        """Extend a lease, given by its name, as :meth:`extend_recv` does. Also return its timeout in seconds."""
         await self._arrive(request)
         resolved = resolve_end(request.num_tokens, end)
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
-        extended = await self._between_steps(lambda: self._leases.extend(lease, request, prompt, resolved))
-        size = self.profile.block_size
-        return self._reservation(extended, extended.valid_end // size * size), extended.ttl
+        return self._extended(await self._between_steps(lambda: self._leases.extend(lease, request, prompt, resolved)))
 
     async def _lease(self, request: Request, end: int | None, ttl: float) -> SimLease:
         await self._arrive(request)
@@ -316,13 +267,6 @@ class SimEngine:
         lease = await self._between_steps(reserve, self._leases.end)
         await self._leases.opened(lease, until)
         return lease
-
-    def _reservation(self, lease: SimLease, matched: int) -> Reservation:
-        info = KVAddrInfo(
-            lease.name, self.name, lease.matched, lease.end, "sim", self._ranks, self._layout,
-            adapter=lease.prompt.adapter or "",
-        )  # fmt: skip
-        return Reservation(info, matched)
 
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False,
@@ -367,7 +311,7 @@ class SimEngine:
             self._scheduler.follow(source)  # a send of a running sequence's KV needs its present number of tokens
         if not self._scheduler.pin_cached(work) and not (source is not None and has_computed(source, request, work)):
             return False
-        self._send_now(work, send)
+        send.all_at_once()
         return True
 
     def _send_longest(self, work: Work, begin: int, send: Send) -> int:
@@ -378,13 +322,8 @@ class SimEngine:
             return begin
         work.length = send.end = end
         self._scheduler.pin_cached(work)
-        self._send_now(work, send)
+        send.all_at_once()
         return end
-
-    def _send_now(self, work: Work, send: Send) -> None:
-        now = self._loop.time()
-        send.chunk(0, work.known, now, now)
-        send.computed()
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
         return OutputStream(partial(self._generate, request, begin, output))
@@ -423,40 +362,17 @@ class SimEngine:
             if work.stream is not None:
                 work.stream.put(Output((), "abort"))
 
-    async def release(self, lease: str) -> int:
-        """End a lease, and return the end of its valid KV, in tokens. Raise ``UnknownSequence`` if it is not open."""
-        await self._reach()
-        found = self._leases.require(lease)
-        self._leases.end(found)
-        return found.valid_end
-
     async def status(self) -> EngineStatus:
         await self._reach()
         if self._scheduler.frozen:
             await self._between_steps(lambda: None)  # a frozen core does not answer
         total, free = self.pool.total, self._scheduler.free_blocks
-        return EngineStatus(
-            engine=self.name,
-            model=self.profile.model.name,
-            version=__version__,
-            vllm_version=f"simulated {self.profile.name}",
-            block_size=self.profile.block_size,
-            total_blocks=total,
-            free_blocks=free,
-            running=self._scheduler.running,
-            waiting=self._scheduler.waiting,
-            kv_cache_usage=(total - free) / total,
-            max_model_len=self.profile.max_model_len,
-            leases=len(self._leases) - len(self._leases.waits),
-            sends=len(self._sends),
-            counters=self._scheduler.told,
-            incarnation=self.incarnation,
-            fingerprint=self._layout.model,
-            layout=self._layout,
-            dtype=self._layout.dtype,
-            max_adapters=self.options.max_loras if self._adapters else 0,
+        return self._status(
+            total_blocks=total, free_blocks=free, running=self._scheduler.running, waiting=self._scheduler.waiting,
+            kv_cache_usage=(total - free) / total, leases=len(self._leases) - len(self._leases.waits),
+            counters=self._scheduler.told, max_adapters=self.options.max_loras if self._adapters else 0,
             adapters=tuple(self._adapters.values()),
-        )
+        )  # fmt: skip
 
     async def sequences(self) -> list[SequenceReport]:
         """Return reports on the sequences that are generated here. They do not name the routers that receive tokens."""
@@ -472,31 +388,12 @@ class SimEngine:
         running = work.state in ("prefilling", "decoding", "passed over")
         return SequenceReport(seq_id, tokens, blocks, running, self._loop.time() - work.arrived)
 
-    # ---- receiving KV ----------------------------------------------------------------------------------------
-
-    def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
-        """See :meth:`tercet_lab.sim.network.SendTarget.refuses`."""
-        found = self._open_lease(lease)
-        return refusal(self._leases, found, found is not None and found.prompt.begins_like(prompt, end))
-
-    def refuses_content(self, lease: str, content: Content) -> str | None:
-        """Do as :meth:`refuses`, given the content's identity, which a sender in another process sent."""
-        found = self._open_lease(lease)
-        return refusal(self._leases, found, found is not None and found.prompt.content(content.end) == content)
-
-    def _open_lease(self, name: str) -> SimLease | None:
-        return None if self._down else self._leases.find(name)
-
-    def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
-        """See :meth:`tercet_lab.sim.network.SendTarget.receive`."""
-        answer(self.refuses(lease, prompt, end) or self.take_in(lease, begin, end))
+    # ---- transfers -------------------------------------------------------------------------------------------
 
     def take_in(self, lease: str, begin: int, end: int) -> None:
-        """Record that the KV of the tokens ``[begin, end)`` has arrived under the lease."""
         self._leases.take_in(lease, begin, end)
 
     def loses_a_transfer(self) -> bool:
-        """True, at random, if this engine's transfer is to be lost."""
         rate = self.options.transfer_failures
         return rate > 0 and self._random.random() < rate
 

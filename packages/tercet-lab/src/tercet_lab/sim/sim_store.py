@@ -8,27 +8,23 @@ directions at once.
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import takewhile
 from typing import NoReturn
 
 import msgspec
 
-from tercet import __version__
 from tercet.decisions.scheduling.plugin import block_hashes
-from tercet.engine.leases import Lease, LeaseTable, check_range, end_of_reservation, require_continued
+from tercet.engine.leases import check_range, end_of_reservation, require_continued
 from tercet.protocol import (
     BadRequest,
     EngineLoad,
     EngineStatus,
     EngineUnreachable,
-    KVAddrInfo,
+    LeaseEnded,
     NoSpace,
-    RankAddress,
     Request,
     Reservation,
     Sent,
@@ -39,10 +35,10 @@ from tercet.protocol.types import resolve_end
 from tercet.store.blocks import DISK_SECONDS, WRITES_WAITING
 from tercet.store.disk import DiskIndex
 from tercet.store.pool import MemoryPool
-from tercet_lab.sim.block_pool import Prompt, SimObserver
+from tercet_lab.sim.block_pool import SimObserver
 from tercet_lab.sim.engine_options import check_prompt
-from tercet_lab.sim.leases import refusal
-from tercet_lab.sim.network import Network, Send
+from tercet_lab.sim.leases import PromptLease, PromptLeases
+from tercet_lab.sim.network import Network, Node, Send
 from tercet_lab.sim.step_times import Profile
 
 LEASE_TTL = 60.0
@@ -66,58 +62,65 @@ class StoreSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 @dataclass(eq=False, slots=True)
-class StoredLease(Lease):
-    """Slots for the tokens ``[begin, end)`` of ``prompt``, whose whole blocks have ``names``."""
+class StoredLease(PromptLease):
+    """Slots for the tokens from ``matched`` on; the prompt's whole blocks have ``names``."""
 
-    prompt: Prompt
-    names: Sequence[int]
-    end: int
-    begin: int
-    matched: list[int]  # pinned slots of blocks that were in memory before
-    slots: list[int]
-    valid_end: int = 0
+    names: Sequence[int] = ()
+    pinned: list[int] = field(default_factory=list[int])  # slots of blocks that were in memory before
+    slots: list[int] = field(default_factory=list[int])
+    arrived: int = 0
     settled: int = 0  # how many of the slots hold whole blocks
     entered: list[int] = field(default_factory=list[int])
 
+    @property
+    def valid_end(self) -> int:
+        return self.arrived
 
-class SimStore:
+
+class StoredLeases(PromptLeases[StoredLease]):
+    """The leases of a store with this ``memory``."""
+
+    def __init__(self, memory: MemoryPool[int]) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def end(self, lease: StoredLease, error: LeaseEnded | None = None) -> None:
+        """Give back what a lease has; whole blocks that have arrived stay."""
+        if self.remove(lease):
+            self._memory.give_back(lease.slots[lease.settled :])
+            self._memory.unpin([*lease.pinned, *lease.entered])
+
+
+class SimStore(Node[StoredLeases]):
     """One store in virtual time, with the layout of engines of ``profile``, which can fail, restart and freeze.
 
     Raise :class:`~tercet.protocol.BadRequest` if it cannot hold one block.
     """
 
     def __init__(self, name: str, profile: Profile, network: Network, spec: StoreSpec) -> None:
-        self.name, self.profile, self.network, self._spec = name, profile, network, spec
-        self.transfer = profile.transfer
+        super().__init__(name, profile, network, LEASE_TTL, None)
+        self._spec = spec
         self.counts = Counter[str]()
         self._size = size = profile.block_size
         if spec.tokens < size:
             raise BadRequest(f"fleet: stores: tokens: is {spec.tokens}, and one block has {size}", "fleet")
-        self._layout = profile.layout()
-        self._loop = asyncio.get_running_loop()
         self._block_seconds = size * profile.model.kv_bytes_per_token / spec.disk_rate
-        self._lease_numbers = count(1)  # continues after a failure: no new lease matches a late message
         self._observer: SimObserver | None = None
         self._evicted: list[int] = []
         self.disk = DiskIndex[int](spec.disk_tokens // size)  # each block counts as one
         self._answers = asyncio.Event()
         self._answers.set()
         self._frozen_at: float | None = None
-        self._down = False
-        self._sends: dict[Send, str] = {}
         self._start()
         network.add(self)
 
     def _start(self) -> None:
-        self.incarnation = uuid.uuid4().hex
+        super()._start()
         self.memory = MemoryPool[int](self._spec.tokens // self._size, self._evicted.append)
-        self._leases = LeaseTable[StoredLease](self._end)
+        self._leases = StoredLeases(self.memory)
         self._writes: deque[tuple[float, int]] = deque()  # when each write ends, in order
         self._written = self._read = self._loop.time()  # when the disk is free
         self._loads: dict[int, asyncio.Future[None]] = {}
-
-    def close(self) -> None:
-        """See :meth:`tercet_lab.sim.network.Node.close`: a store has no such cycles."""
 
     # ---- failures ----------------------------------------------------------------------------------------------------
 
@@ -128,9 +131,7 @@ class SimStore:
         self._answers.set()
         for lease in self._leases:
             self._leases.remove(lease)
-        error = EngineUnreachable(f"{self.name} went down")
-        for send in list(self._sends):
-            send.fail(error)
+        self._end_sends(EngineUnreachable(f"{self.name} went down"))
         for load in set(self._loads.values()):
             load.set_result(None)
 
@@ -154,18 +155,12 @@ class SimStore:
         self._frozen_at = None
 
     async def _reach(self) -> None:
-        if self.profile.call:
-            await asyncio.sleep(self.profile.call)
+        await super()._reach()
         await self._answers.wait()
-        if self._down:
+        if self._down:  # it has failed while it was frozen
             raise EngineUnreachable(f"{self.name} is down")
 
     # ---- state -------------------------------------------------------------------------------------------------------
-
-    @property
-    def down(self) -> bool:
-        """True after :meth:`fail`, until :meth:`recover`."""
-        return self._down
 
     @property
     def computes(self) -> bool:
@@ -194,88 +189,55 @@ class SimStore:
 
     async def status(self) -> EngineStatus:
         await self._reach()
-        return EngineStatus(
-            engine=self.name, model=self.profile.model.name, version=__version__,
-            vllm_version=f"simulated {self.profile.name}", block_size=self._size, total_blocks=self.memory.slots,
-            free_blocks=self.memory.available, running=0, waiting=0, kv_cache_usage=self.usage,
-            max_model_len=self.profile.max_model_len, leases=len(self._leases), sends=len(self._sends),
-            incarnation=self.incarnation, fingerprint=self._layout.model, layout=self._layout,
-            dtype=self._layout.dtype, is_store=True,
+        return self._status(
+            total_blocks=self.memory.slots, free_blocks=self.memory.available, running=0, waiting=0,
+            kv_cache_usage=self.usage, leases=len(self._leases), is_store=True,
         )  # fmt: skip
 
     # ---- leases ------------------------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
+    async def _lease(self, request: Request, end: int | None, ttl: float) -> StoredLease:
         await self._arrive(request)
-        lease = self._reserve(request, end_of_reservation(request.num_tokens, end))
-        try:
-            yield self._reservation(lease, lease.begin)
-        finally:
-            self._end(lease)
-
-    def _reserve(self, request: Request, end: int) -> StoredLease:
-        names = block_hashes(request, self._size, end // self._size)
+        resolved = end_of_reservation(request.num_tokens, end)
+        names = block_hashes(request, self._size, resolved // self._size)
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
-        lease = StoredLease(
-            prompt, names, end, 0, [], [], name=f"{self.name}:{next(self._lease_numbers)}", seq_id=request.seq_id,
-            ttl=LEASE_TTL,
-        )  # fmt: skip
+        name = f"{self.name}:{next(self._lease_numbers)}"
+        lease = StoredLease(prompt, resolved, names=names, name=name, seq_id=request.seq_id, ttl=ttl)
         self._leases.add(lease)
         known = list(takewhile(self._holds, names))
-        lease.begin = lease.valid_end = len(known) * self._size
-        lease.matched = self._slots(known)
-        self.memory.pin(lease.matched)
+        lease.matched = lease.arrived = len(known) * self._size
+        lease.pinned = self._slots(known)
+        self.memory.pin(lease.pinned)
         try:
-            lease.slots = self._take(-(-(end - lease.begin) // self._size))
+            lease.slots = self._take(-(-(resolved - lease.matched) // self._size))
         except NoSpace:
-            self._end(lease)
+            self._leases.end(lease)
             raise
         self._leases.renew(lease)
         return lease
 
-    async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
+    async def extend(self, lease: str, request: Request, end: int | None) -> tuple[Reservation, float]:
         await self._arrive(request)
-        lease = self._leases.require(reservation.lease, request.seq_id)
-        require_continued(lease.prompt.tokens[: lease.end], request.prompt, "")
+        found = self._leases.require(lease, request.seq_id)
+        require_continued(found.prompt.tokens[: found.end], request.prompt, "")
         until = resolve_end(request.num_tokens, end)
-        lease.slots += self._take(max(0, -(-(until - lease.begin) // self._size) - len(lease.slots)))
-        lease.prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
-        lease.names, lease.end = block_hashes(request, self._size, until // self._size), max(lease.end, until)
-        self._leases.renew(lease)
-        return self._reservation(lease, lease.valid_end // self._size * self._size)
+        found.slots += self._take(max(0, -(-(until - found.matched) // self._size) - len(found.slots)))
+        found.prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
+        found.names, found.end = block_hashes(request, self._size, until // self._size), max(found.end, until)
+        self._leases.renew(found)
+        return self._extended(found)
 
-    def _reservation(self, lease: StoredLease, matched: int) -> Reservation:
-        info = KVAddrInfo(
-            lease.name, self.name, lease.begin, lease.end, "sim", (RankAddress(0, (f"sim://{self.name}",)),),
-            self._layout, adapter=lease.prompt.adapter or "",
-        )  # fmt: skip
-        return Reservation(info, matched)
-
-    def _end(self, lease: StoredLease) -> None:
-        """Give back what a lease has; whole blocks that have arrived stay."""
-        if self._leases.remove(lease):
-            self.memory.give_back(lease.slots[lease.settled :])
-            self.memory.unpin([*lease.matched, *lease.entered])
-
-    def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
-        """See :meth:`tercet_lab.sim.network.SendTarget.refuses`."""
-        found = None if self._down else self._leases.find(lease)
-        return refusal(self._leases, found, found is not None and found.prompt.begins_like(prompt, end))
-
-    def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
-        """See :meth:`tercet_lab.sim.network.SendTarget.receive`."""
-        refused, found = self.refuses(lease, prompt, end), self._leases.find(lease)
-        if refused is None and found is not None and begin <= found.valid_end:
-            found.valid_end = max(found.valid_end, end)
+    def take_in(self, lease: str, begin: int, end: int) -> None:
+        found = self._leases.find(lease)
+        if found is not None and begin <= found.arrived:
+            found.arrived = max(found.arrived, end)
             self._enter(found)
-        answer(refused)
 
     def _enter(self, lease: StoredLease) -> None:
         """Make the whole blocks that have arrived entries; a block that is in memory already is not kept twice."""
         self._settle()
-        first, fresh, spare = lease.begin // self._size, list[int](), list[int]()
-        for at in range(lease.settled, (lease.valid_end - lease.begin) // self._size):
+        first, fresh, spare = lease.matched // self._size, list[int](), list[int]()
+        for at in range(lease.settled, (lease.arrived - lease.matched) // self._size):
             name, slot = lease.names[first + at], lease.slots[at]
             if name in self.memory:
                 spare.append(slot)
@@ -285,7 +247,7 @@ class SimStore:
                 self._write(name)
             self.memory.enter(slot, name)
             lease.entered.append(slot)
-        lease.settled = (lease.valid_end - lease.begin) // self._size
+        lease.settled = (lease.arrived - lease.matched) // self._size
         self.memory.give_back(spare)
         self.counts["stored_tokens"] += len(fresh) * self._size
         if fresh and self._observer is not None:
@@ -319,9 +281,7 @@ class SimStore:
             send = Send(self, self.network.find(info), info.lease, prompt, first * self._size, end)
             self._sends[send] = request.seq_id
             try:
-                now = self._loop.time()
-                send.chunk(0, end, now, now)
-                send.computed()
+                send.all_at_once()
                 await send.done
             finally:
                 del self._sends[send]
@@ -349,10 +309,6 @@ class SimStore:
         finally:
             memory.unpin(pinned)
         return found
-
-    def loses_a_transfer(self) -> bool:
-        """False: a simulated store loses no transfers."""
-        return False
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> NoReturn:
         raise BadRequest("start_generate: a store computes nothing; call an engine", "seq_id")

@@ -11,7 +11,7 @@ import asyncio
 import re
 import zlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -188,7 +188,7 @@ class Verbs:
 
     async def prep_recv(self, http: HttpRequest) -> Any:
         call = await call_in(http, PrepRecvCall)
-        with self._logged("prep_recv", call, http):
+        with logged_call("prep_recv", call, http.headers, call.adapter or self._model):
             if call.lease is not None:
                 found, ttl = await self._engine.extend(call.lease, request_of(call), call.end)
             else:
@@ -200,7 +200,7 @@ class Verbs:
         """Prefill, then notify the receiver when the KV would have arrived."""
         call = await call_in(http, RemoteSendCall)
         to = Reservation(call.kv_addr_info, call.kv_addr_info.begin)
-        with self._logged("remote_send", call, http):
+        with logged_call("remote_send", call, http.headers, call.adapter or self._model):
             request, sample, only = request_of(call), call.sample, call.cached_only
             sending = self._engine.remote_send(request, to, call.begin, call.end, sample, only)
             return await unless_disconnected(http, sending)
@@ -230,11 +230,6 @@ class Verbs:
             given = request.num_tokens + len(call.output)
             outputs.subscribe(LoggedGeneration(call.seq_id, call.adapter or self._model, given))
         return outputs
-
-    def _logged(
-        self, verb: str, call: PrepRecvCall | RemoteSendCall, http: HttpRequest
-    ) -> AbstractContextManager[None]:
-        return logged_call(verb, call, http.headers, call.adapter or self._model)
 
     async def connect(self, http: HttpRequest) -> Any:
         """Connect to a router, which then receives token streams and reports."""
