@@ -18,9 +18,10 @@ from tercet.cli.setting_flags import flags_as_records
 from tercet.cli.terminal import note, write
 from tercet.cli.which_fleet import WhichFleet, others_in_words
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError
-from tercet.protocol.access import bearer, given_key
+from tercet.protocol.access import given_key
 from tercet.protocol.sse import read_answer
 from tercet.protocol.wire import UNREADABLE
+from tercet.wire.callers import bearer
 
 if TYPE_CHECKING:
     import aiohttp

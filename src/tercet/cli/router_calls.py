@@ -24,9 +24,10 @@ import typer
 from tercet.cli.terminal import say
 from tercet.cli.which_fleet import WhichFleet, others_in_words
 from tercet.protocol import BadRequest, EngineNotReached, EngineUnreachable
-from tercet.protocol.access import bearer, given_key
+from tercet.protocol.access import given_key
 from tercet.protocol.wire import API_PREFIX, answer_of_router, network_reason
 from tercet.settings.process_settings import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, KeyFile
+from tercet.wire.callers import bearer
 
 ApiKey = Annotated[str | None, typer.Option(envvar=CLIENT_KEY_VARIABLE, help="Client key, if the router requires one.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the router's answer as JSON.")]

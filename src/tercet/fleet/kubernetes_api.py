@@ -32,10 +32,10 @@ from tercet import logs
 from tercet.aio import Failures
 from tercet.aio.files import read_named
 from tercet.protocol import BadRequest
-from tercet.protocol.access import bearer
 from tercet.protocol.names import bracketed
 from tercet.protocol.sse import ItemTooLong, LineSplitter
 from tercet.protocol.wire import UNREADABLE
+from tercet.wire.callers import bearer
 from tercet.wire.client.bounded_answers import reason_of
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -23,9 +23,9 @@ import msgspec
 
 from tercet.aio import TaskSet, repeat
 from tercet.protocol import DeadlineExceeded, EngineError, EngineUnreachable, UnknownModel
-from tercet.protocol.access import bearer
 from tercet.protocol.headers import CONTROL_HEADERS, POOLING, PROGRAM_HEADER, TRACE_HEADER
 from tercet.protocol.wire import UNREADABLE
+from tercet.wire.callers import bearer
 from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of
 from tercet.wire.client.passing import (
     Fields,

@@ -21,7 +21,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tercet.fleet.admission import BEHIND_CLIENTS, ClientLeft, Gate, RequestConcurrency
 from tercet.logs import FIELDS, REQUEST_ID, access_logger, lines_of_request, request_id, request_renamed
 from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, Saturated, TercetError, UnknownPath
-from tercet.protocol.access import BearerKeys
 from tercet.protocol.errors import error_body
 from tercet.protocol.headers import GENERATING, PROGRAM_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.names import kept_name
@@ -50,6 +49,7 @@ from tercet.router.request_bodies import (
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.shared_state import SharedState
 from tercet.settings import RouterConfig
+from tercet.wire.callers import BearerKeys
 from tercet.wire.serving.answers import (
     ErrorSend,
     ToolCallsSend,

@@ -42,7 +42,7 @@ from tercet.protocol import (
     MultiModalFeature,
     TercetError,
 )
-from tercet.protocol.access import Callers, secrets_of
+from tercet.protocol.access import secrets_of
 from tercet.protocol.addresses import RankRegion, minor_version
 from tercet.protocol.content import require_placed
 from tercet.protocol.names import STORE, bracketed
@@ -71,6 +71,7 @@ from tercet.transport import (
     create_file,
     shape_of,
 )
+from tercet.wire.callers import Callers
 from tercet.wire.client import HttpEngine
 from tercet.wire.client.bounded_answers import LEAVE_SECONDS, RouterMembership
 from tercet.wire.exported_spans import exporting_spans

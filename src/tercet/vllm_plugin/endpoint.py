@@ -21,7 +21,7 @@ from tercet.engine import verbs
 from tercet.engine.edge import Edge, StopWhenEmpty, fail_at_exit
 from tercet.logs import lines_of_call, logged_call
 from tercet.protocol import DeadlineExceeded, EngineError, Output, Revision, TercetError, UnknownSequence
-from tercet.protocol.access import BearerKeys, secrets_of
+from tercet.protocol.access import secrets_of
 from tercet.protocol.names import require_engine_name
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import (
@@ -47,6 +47,7 @@ from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, Prefil
 from tercet.vllm_plugin.mm_features import bound_uuids
 from tercet.vllm_plugin.start.plugin_settings import parse_settings
 from tercet.vllm_plugin.start.siblings_config import settings_of
+from tercet.wire.callers import BearerKeys
 from tercet.wire.client import engine_tls
 from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans

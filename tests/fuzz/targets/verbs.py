@@ -32,7 +32,6 @@ from tercet.engine.edge import Edge
 from tercet.engine.interface import EngineDescription
 from tercet.engine.liveness_probe import LivenessProbe
 from tercet.protocol import EngineLoad
-from tercet.protocol.access import Callers
 from tercet.protocol.names import AllowedPrefillers
 from tercet.protocol.wire import API_PREFIX
 from tercet.transport import SendDone
@@ -42,6 +41,7 @@ from tercet.vllm_plugin.edge.attached_engine import AttachedEngine
 from tercet.vllm_plugin.edge.llm_requests import LLMGeneration
 from tercet.vllm_plugin.endpoint import TercetEndpoints
 from tercet.vllm_plugin.start.plugin_settings import MAX_REQUEST_BYTES, PluginSettings
+from tercet.wire.callers import Callers
 from tercet.wire.client import StreamListener
 from tercet.wire.streams import router_connection
 from tests.fuzz.fuzzing import Outcome, Target

@@ -22,7 +22,6 @@ from tercet.fleet.admission import Gate
 from tercet.fleet.members import MemberState
 from tercet.fleet.membership import Membership
 from tercet.protocol import EngineStatus, EngineUnreachable, Request
-from tercet.protocol.access import BearerKeys
 from tercet.protocol.addresses import TextFingerprint
 from tercet.router import admin
 from tercet.router.observe.metrics import Metrics
@@ -33,6 +32,7 @@ from tercet.router.serve.service import Service
 from tercet.router.state.fleet_state import FleetState, ProgramInUse
 from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress, Limits
+from tercet.wire.callers import BearerKeys
 from tercet.wire.client import Admit
 from tercet.wire.serving.server_access import AdminAccess
 from tests.own_metrics import own_metrics

@@ -17,7 +17,6 @@ from tercet.cluster.model import resolve_model, resolve_tokenizer
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership
-from tercet.protocol.access import BearerKeys
 from tercet.router import admin
 from tercet.router.batches.batch_routes import Batches
 from tercet.router.observe.metrics import Metrics
@@ -26,6 +25,7 @@ from tercet.router.serve.service import Service
 from tercet.router.serve.shutdown import Shutdown
 from tercet.settings import Limits
 from tercet.settings.fleet_settings import BatchSettings
+from tercet.wire.callers import BearerKeys
 from tercet_lab.prompt_texts import PromptTexts
 from tercet_lab.small_openai import small_app
 from tests.longest_wait import LONGEST_WAIT_S, until

@@ -14,11 +14,11 @@ from starlette.routing import Route
 
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
-from tercet.protocol.access import BearerKeys
 from tercet.router.admin.admin_routes import routes as admin_routes
 from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
 from tercet.settings import EngineAddress, Limits, RouterConfig
+from tercet.wire.callers import BearerKeys
 from tercet.wire.serving.server_access import RouterKeys, is_admin_path
 
 from .conftest import LiveRouter

@@ -19,7 +19,6 @@ from fastapi import FastAPI
 from tercet.cluster.ports import free_ports
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
-from tercet.protocol.access import BearerKeys
 from tercet.router import admin
 from tercet.router.admin.admin_server import admin_served
 from tercet.router.pooling import PoolingServers
@@ -28,6 +27,7 @@ from tercet.router.serve.plans import NamedFiles
 from tercet.router.serve.shutdown import Shutdown
 from tercet.settings import EngineAddress, Limits, RouterConfig
 from tercet.settings.engine_addresses import AdminAddress
+from tercet.wire.callers import BearerKeys
 from tercet.wire.serving.server_access import AT_ADMIN, AdminAccess, RouterKeys
 from tercet_lab.small_openai import serve_small
 from tests.simulated_processes import MODEL, PROFILE, running, wait_for

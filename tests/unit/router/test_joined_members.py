@@ -13,12 +13,12 @@ import pytest
 from tercet.fleet import FleetView
 from tercet.fleet.discovery import PodDiscovery
 from tercet.protocol import BadRequest, Conflict, Forbidden, Unauthorized
-from tercet.protocol.access import BearerKeys, Callers
 from tercet.protocol.wire import JoinCall
 from tercet.router.observe.metrics import Metrics
 from tercet.router.state import joined_members
 from tercet.router.state.joined_members import GoneEngines, follow_found, join, leave, remove_gone
 from tercet.settings import DiscoverySettings
+from tercet.wire.callers import BearerKeys, Callers
 from tercet.wire.client.bounded_answers import RouterMembership
 from tercet.wire.serving.server_access import AdminAccess
 from tests.longest_wait import until

@@ -15,13 +15,13 @@ from starlette.datastructures import State
 from tercet.engine import verbs
 from tercet.engine.interface import SeqParams
 from tercet.protocol import LeaseEnded, Request, TercetError
-from tercet.protocol.access import BearerKeys, Callers
 from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
 from tercet.protocol.names import AllowedPrefillers
 from tercet.protocol.spans import TraceEvent, VerbTrace
 from tercet.vllm_plugin.core.connector_messages import BACKGROUND_PREFIX, TercetParams, params_of
 from tercet.vllm_plugin.edge.attached_engine import LoadMeter
 from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader
+from tercet.wire.callers import BearerKeys, Callers
 
 PARAMS = TercetParams("token", seq=SeqParams("lease", 99))
 

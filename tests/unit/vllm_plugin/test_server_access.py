@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from tercet.protocol import BadRequest, KVAddrInfo, KVLayout, RankAddress, Unauthorized
-from tercet.protocol.access import BearerKeys, bearer
 from tercet.settings import SECRET_VARIABLE, RouterConfig, decode_settings, from_environment
 from tercet.settings.process_settings import API_KEY_VARIABLE
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
+from tercet.wire.callers import BearerKeys, bearer
 from tercet.wire.serving.server_access import api_keys, callers_of, is_loopback
 from tercet_gateway.gateway_settings import PickerConfig, SidecarConfig
 

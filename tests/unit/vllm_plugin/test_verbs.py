@@ -35,7 +35,6 @@ from tercet.protocol import (
     content_of,
     packed,
 )
-from tercet.protocol.access import Callers, Prover, digest_of
 from tercet.protocol.wire import ReleaseCall, RemoteSendCall
 from tercet.transport import Push, SendDone
 from tercet.vllm_plugin import endpoint
@@ -44,6 +43,7 @@ from tercet.vllm_plugin.core.core_methods import CoreCalls, end_send, push_cache
 from tercet.vllm_plugin.edge.llm_requests import LLMGeneration, LLMRequest
 from tercet.vllm_plugin.endpoint import TercetEndpoints, _call
 from tercet.vllm_plugin.start.plugin_settings import MAX_REQUEST_BYTES, parse_settings
+from tercet.wire.callers import Callers, Prover, digest_of
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .tiny_engine import LAYOUT, NO_ADAPTERS, FakeAgent

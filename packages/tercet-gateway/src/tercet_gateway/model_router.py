@@ -32,7 +32,6 @@ from tercet.protocol import (
     UnknownModel,
     UnknownPath,
 )
-from tercet.protocol.access import BearerKeys, bearer
 from tercet.protocol.errors import error_body, in_form
 from tercet.protocol.headers import MODELS, is_for_clients
 from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json
@@ -40,6 +39,7 @@ from tercet.protocol.names import chosen_by_weight
 from tercet.protocol.request_checks import forms_of, labelled
 from tercet.protocol.wire import API_PREFIX, JSON, decode_call
 from tercet.router.request_bodies import HeldBody
+from tercet.wire.callers import BearerKeys, bearer
 from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of
 from tercet.wire.client.passing import (
     Fields,

@@ -34,7 +34,7 @@ from tercet.protocol import (
     Unauthorized,
     UnknownPath,
 )
-from tercet.protocol.access import CHALLENGE_HEADER, BearerKeys, Callers, Prover, require_digest, secrets_of
+from tercet.protocol.access import secrets_of
 from tercet.protocol.headers import (
     CONTROL_HEADERS,
     PREFILLER_HEADER,
@@ -45,11 +45,20 @@ from tercet.protocol.headers import (
 )
 from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.names import AllowedPrefillers, kept_name
-from tercet.protocol.request_checks import ShownHeaders, forms_of, labelled, require_own_call
+from tercet.protocol.request_checks import forms_of, labelled
 from tercet.protocol.spans import TRACEPARENT, TRACESTATE, VerbTrace, span_context_of, span_of, working_in
 from tercet.protocol.sse import EventSplitter, data_of, fault_in, object_of
 from tercet.protocol.wire import API_PREFIX, JSON
 from tercet.router.request_bodies import HeldBody
+from tercet.wire.callers import (
+    CHALLENGE_HEADER,
+    BearerKeys,
+    Callers,
+    Prover,
+    ShownHeaders,
+    require_digest,
+    require_own_call,
+)
 from tercet.wire.client import HttpEngine, engine_tls, remote_prefill
 from tercet.wire.client.bounded_answers import reason_of
 from tercet.wire.client.http_engine import KEEPALIVE_SECONDS

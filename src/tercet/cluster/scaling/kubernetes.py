@@ -17,8 +17,8 @@ import msgspec
 from tercet.cluster.scaling.decide import SELECTOR, Counts, ScaleCall
 from tercet.fleet.kubernetes_api import ApiAccess, ApiObject, Metadata
 from tercet.protocol import BadRequest, Conflict, EngineError, EngineUnreachable, Role
-from tercet.protocol.access import bearer
 from tercet.protocol.wire import UNREADABLE
+from tercet.wire.callers import bearer
 from tercet.wire.client.bounded_answers import reason_of
 
 KINDS = (

@@ -27,7 +27,6 @@ from tercet.fleet.adapters import has
 from tercet.fleet.policy_views import SeenRequests, observed_engines
 from tercet.programs import migrate_context
 from tercet.protocol import BadRequest, Forbidden, Role, TercetError, UnknownSequence
-from tercet.protocol.access import require_digest
 from tercet.protocol.content import MultiModalFeatures
 from tercet.protocol.engine import ReportsLeases
 from tercet.protocol.headers import BEHIND_HEADER
@@ -55,6 +54,7 @@ from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress
 from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 from tercet.settings.process_settings import LOGS_VARIABLE
+from tercet.wire.callers import require_digest
 from tercet.wire.serving.http_server import json_response
 from tercet.wire.serving.server_access import ADMITTED, PROVED
 

@@ -19,7 +19,6 @@ from starlette.responses import FileResponse
 from tercet.decisions.gaps import Gaps
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
-from tercet.protocol.access import BearerKeys
 from tercet.protocol.headers import BATCHES, FILES
 from tercet.protocol.wire import decode_call
 from tercet.router.admin.admin_routes import TercetRoute, json_answer, whole_number
@@ -29,6 +28,7 @@ from tercet.router.batches.batch_runner import BatchRunner
 from tercet.router.serve.service import Service
 from tercet.router.serve.shutdown import Shutdown
 from tercet.settings.fleet_settings import BatchSettings
+from tercet.wire.callers import BearerKeys
 
 MOST_LISTED = {FILES: 10_000, BATCHES: 100}
 LISTED = {FILES: 10_000, BATCHES: 20}

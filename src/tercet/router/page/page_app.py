@@ -21,12 +21,11 @@ from starlette.types import Receive, Scope, Send
 
 from tercet import __version__
 from tercet.protocol import MethodNotAllowed, TercetError, Unauthorized, UnknownPath
-from tercet.protocol.access import BearerKeys
-from tercet.protocol.request_checks import ShownHeaders, require_no_page
 from tercet.router.page.records import About, FleetPoint, ReportedLoads
 from tercet.router.page.watch import POINTS, SECONDS, FleetWatch, History, OtherWorkers, Viewers, about_service, joined
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.shared_state import SharedState
+from tercet.wire.callers import BearerKeys, ShownHeaders, require_no_page
 from tercet.wire.serving.answers import error_headers, until_left
 from tercet.wire.serving.server_access import AT_ADMIN, AdminAccess, RouterKeys, is_admin_path, path_of
 

@@ -23,8 +23,8 @@ import msgspec
 
 from tercet.aio.files import require_regular
 from tercet.protocol import BadRequest, EngineNotReached, EngineUnreachable, TercetError
-from tercet.protocol.access import CHALLENGE_HEADER, Prover, bearer, digest_of
 from tercet.protocol.wire import API_PREFIX, MEMBERS, JoinCall, Joined, answer_of_router, network_reason
+from tercet.wire.callers import CHALLENGE_HEADER, Prover, bearer, digest_of
 
 LONGEST = 16 * 1024 * 1024
 PLAIN = {"accept-encoding": "identity"}

@@ -46,7 +46,6 @@ from tercet.protocol import (
     UnknownSequence,
     from_wire,
 )
-from tercet.protocol.access import Prover
 from tercet.protocol.headers import INCARNATION_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.spans import LeaseReport, SpanContext, current_span, working_in
 from tercet.protocol.sse import EventTooLong, read_events
@@ -68,6 +67,7 @@ from tercet.protocol.wire import (
     encode_call,
     large_field_of,
 )
+from tercet.wire.callers import Prover
 from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer, reason_of, require_plain
 from tercet.wire.streams.wire_format import LONGEST_FRAME, OutputBatch, StreamCommand, TokenDelta, fits, frame_of
 

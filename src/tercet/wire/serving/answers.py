@@ -25,14 +25,13 @@ from tercet.protocol import (
     TercetError,
     UnknownModel,
 )
-from tercet.protocol.access import CHALLENGE_HEADER, BearerKeys
 from tercet.protocol.errors import api_of, error_body, in_form, last_events
 from tercet.protocol.headers import TRACE_HEADER
 from tercet.protocol.json_text import NO_TEXT
-from tercet.protocol.request_checks import ShownHeaders, require_own_call
 from tercet.protocol.sse import DONE, EVENTS, EventSplitter, data_of, object_of
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.process_settings import CLIENT_TRACES_VARIABLE
+from tercet.wire.callers import CHALLENGE_HEADER, BearerKeys, ShownHeaders, require_own_call
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send

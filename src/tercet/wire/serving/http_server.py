@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, ExceptionHandler
 
 from tercet.logs import lines_of_call
 from tercet.protocol import TercetError, Unauthorized
-from tercet.protocol.access import CHALLENGE_HEADER, Callers, require_digest
 from tercet.protocol.headers import INCARNATION_HEADER
-from tercet.protocol.request_checks import VERB_FORMS, ShownHeaders, labelled, require_own_call
+from tercet.protocol.request_checks import VERB_FORMS, labelled
 from tercet.protocol.wire import API_PREFIX, JSON, decode_call, require_incarnation
+from tercet.wire.callers import CHALLENGE_HEADER, Callers, ShownHeaders, require_digest, require_own_call
 from tercet.wire.serving.answers import until_left
 from tercet.wire.serving.client_connection import BoundedProtocol
 from tercet.wire.serving.server_access import BodyPieces, read_whole

@@ -26,13 +26,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from tercet.protocol import BadRequest, RequestTooLarge, Unauthorized
-from tercet.protocol.access import BearerKeys, Callers, given_key, key_of, secrets_of
-from tercet.protocol.request_checks import ShownHeaders, require_json, require_no_page, require_this_machine
+from tercet.protocol.access import given_key, key_of, secrets_of
+from tercet.protocol.request_checks import require_json
 from tercet.protocol.wire import API_PREFIX, MEMBERS
 from tercet.settings import SECRET_VARIABLE, RouterSettings
 from tercet.settings.engine_addresses import AdminAddress
 from tercet.settings.process_settings import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, KeyFile
 from tercet.settings.router_settings import RouterConfig
+from tercet.wire.callers import BearerKeys, Callers, ShownHeaders, require_no_page, require_this_machine
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope

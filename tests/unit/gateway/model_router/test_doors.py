@@ -10,8 +10,8 @@ import pytest
 
 from tercet.protocol import BadRequest
 from tercet.protocol.errors import Forbidden
-from tercet.protocol.request_checks import ShownHeaders, require_this_machine
 from tercet.settings import Source, decode_settings
+from tercet.wire.callers import ShownHeaders, require_this_machine
 from tercet_gateway.gateway_settings import ModelRouterConfig
 from tercet_gateway.model_router import keys_of
 from tests.longest_wait import LONGEST_WAIT_S, until

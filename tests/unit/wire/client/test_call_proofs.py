@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tercet.protocol import Unauthorized
-from tercet.protocol.access import CHALLENGE_SECONDS, Callers, Prover, digest_of, require_digest, secrets_of
+from tercet.protocol.access import secrets_of
+from tercet.wire.callers import CHALLENGE_SECONDS, Callers, Prover, digest_of, require_digest
 from tests.clock import Clock
 
 BODY = b'{"prompt": [1]}'

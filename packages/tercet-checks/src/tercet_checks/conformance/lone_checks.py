@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from tercet.protocol import EngineLoad, EngineStatus, Output, OutputStream, SequenceReport
-from tercet.protocol.access import CHALLENGE_HEADER, Prover, digest_of
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.wire import LONGEST_SALT, MSGPACK, PrepRecvAnswer
+from tercet.wire.callers import CHALLENGE_HEADER, Prover, digest_of
 from tercet.wire.client import StreamListener
 from tercet_checks.conformance.trials import OUTPUT_TOKENS, EngineTrial, Skip, check, reserving
 

@@ -19,11 +19,11 @@ import aiohttp
 import msgspec
 
 from tercet.protocol import BadRequest, EngineStatus, Output, Sent, TercetError, Usage, from_wire
-from tercet.protocol.access import Prover
 from tercet.protocol.json_text import UNREADABLE
 from tercet.protocol.sse import EVENTS, read_events
 from tercet.protocol.wire import API_PREFIX, JSON, PrepRecvAnswer, ReleaseAnswer
 from tercet.settings.declaration import near
+from tercet.wire.callers import Prover
 from tercet.wire.client.bounded_answers import proved
 
 T = TypeVar("T")

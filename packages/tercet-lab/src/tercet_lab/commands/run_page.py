@@ -12,8 +12,8 @@ from tercet import __version__
 from tercet.aio import signals_to
 from tercet.cli.terminal import say
 from tercet.protocol import MethodNotAllowed, TercetError
-from tercet.protocol.request_checks import ShownHeaders, require_own_call
 from tercet.router.page.page_app import answer, answer_error, send_file
+from tercet.wire.callers import ShownHeaders, require_own_call
 from tercet.wire.serving.http_server import served
 
 HOST = "127.0.0.1"

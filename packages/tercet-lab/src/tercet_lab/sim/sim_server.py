@@ -25,13 +25,14 @@ from tercet.aio import signals_to
 from tercet.aio.files import descriptors_watched
 from tercet.aio.importing import collect_rarely
 from tercet.protocol import BadRequest, EngineStatus, Output, Request, Revision
-from tercet.protocol.access import BearerKeys, key_of, secrets_of
+from tercet.protocol.access import key_of, secrets_of
 from tercet.protocol.headers import PREFILLER_HEADER
 from tercet.protocol.names import AllowedPrefillers
 from tercet.protocol.spans import VerbTrace
 from tercet.protocol.wire import JSON, Salt, TokenId
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.process_settings import API_KEY_VARIABLE, PrefillBudget, clients_see_traces
+from tercet.wire.callers import BearerKeys
 from tercet.wire.client import remote_prefill
 from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans

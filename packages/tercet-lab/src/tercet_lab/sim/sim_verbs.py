@@ -38,8 +38,7 @@ from tercet.protocol import (
     TercetError,
     UnknownSequence,
 )
-from tercet.protocol.access import Callers, Prover
-from tercet.protocol.request_checks import VERB_FORMS, ShownHeaders
+from tercet.protocol.request_checks import VERB_FORMS
 from tercet.protocol.wire import (
     API_PREFIX,
     JSON,
@@ -54,6 +53,7 @@ from tercet.protocol.wire import (
     StartGenerateCall,
 )
 from tercet.router.request_bodies import LARGEST_AT_ONCE, BodiesHeld
+from tercet.wire.callers import Callers, Prover, ShownHeaders
 from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer
 from tercet.wire.serving import http_server
 from tercet.wire.serving.http_server import answered, error_response, json_response, unless_disconnected
