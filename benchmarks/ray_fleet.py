@@ -27,7 +27,7 @@ from tercet.cluster.scaling.scaler import Scaler, control_socket, scale_fleet, s
 from tercet.cluster.up_config import UpConfig
 from tercet_ray.ray_fleet import ray_fleet
 
-KINDS = {"ray::EngineOwner": "owner", "guard.py": "guard", "tercet.cli engine": "engine", "tercet.cli router": "router"}
+KINDS = {"ray::EngineOwner": "owner", "guard.py": "guard", "tercet.cli engine": "engine", "serve_router": "router"}
 MARK = "TERCET_BENCHMARK"
 
 

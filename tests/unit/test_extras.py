@@ -64,7 +64,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 """
 WHAT_RUNS = (
-    "tercet.cli.up", "tercet.cli.engine", "tercet.cli.engine_process", "tercet.cli.servers", "tercet.cli.detached",
+    "tercet.cli.up", "tercet.cli.engine", "tercet.cli.engine_process", "tercet.cli.detached",
     "tercet.cli.demo", "tercet.cli.chat", "tercet.cli.scale", "tercet.cli.trace",
     "tercet.cluster.local", "tercet.router.server", "tercet.router.workers",
     "tercet.decisions.scheduling",

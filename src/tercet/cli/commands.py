@@ -25,7 +25,7 @@ from tercet.protocol.entry_points import COMMANDS, entry_points
 # In the order of `tercet --help`; each is a function of a module of this package, or a group of commands. Those of
 # `EXTRA_OF` come with another package, which the extra installs.
 MODULES: Mapping[str, str] = {
-    "up": "up", "down": "detached", "status": "engines", "chat": "chat", "engine": "engine", "router": "servers",
+    "up": "up", "down": "detached", "status": "engines", "chat": "chat", "engine": "engine", "router": "up",
     "store": "store", "epp": "", "sidecar": "", "model-router": "", "planner": "",
     "demo": "demo", "chaos": "", "conformance": "", "doctor": "doctor",
     "program": "program", "engines": "engines", "scale": "scale", "upgrade": "",

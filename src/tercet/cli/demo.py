@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from tercet.cli.terminal import say
-from tercet.cli.up import run_fleet
+from tercet.cli.up import require_usable, run_fleet
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import EngineError
 from tercet.protocol.headers import TRACE_HEADER
@@ -49,7 +49,8 @@ def demo(max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer (to
     a minute, most of it for loading.
     """
     say("Starting a prefill engine, a decode engine and a router, with SmolLM2-135M.")
-    run_fleet(UpConfig(port=0), lambda fleet: _show(fleet, max_tokens))
+    require_usable(config := UpConfig(port=0))
+    run_fleet(config, lambda fleet: _show(fleet, max_tokens))
 
 
 async def _show(fleet: StartedFleet, max_tokens: int) -> None:

@@ -26,10 +26,9 @@ from tercet.cluster.detached_fleets import (
     own_start,
     running_fleets,
 )
-from tercet.cluster.ports import require_free
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, EngineError
-from tercet.settings import declared
+from tercet.settings import Source, declared, decode_settings, encode_settings
 
 if TYPE_CHECKING:
     from tercet.cluster.running_fleet import StartedFleet
@@ -48,14 +47,12 @@ def detach(config: UpConfig) -> DetachedFleet:
     Raises :class:`~tercet.protocol.BadRequest` if the fleet refuses its settings, and another
     :class:`~tercet.protocol.TercetError` if it does not become ready. Ctrl-C during the wait stops the fleet.
     """
-    # Here as well as in the fleet's process: the error then comes at once, and not from a log.
-    if config.port:
-        require_free(config.host, config.port)
     log_dir = log_directory(config.log_dir)
     log = log_dir / "up.log"
     # A private file holds the settings, which may include keys. A new session: no terminal ends the process.
     file = log_dir / "up.json"
-    write_whole(file, msgspec.json.encode(msgspec.structs.replace(config, detach=False, log_dir=str(log_dir))))
+    told = {**encode_settings(config), "detach": False, "log-dir": str(log_dir)}
+    write_whole(file, msgspec.json.encode(told))
     held = {each.env for each in declared(UpConfig)}  # the file has the values of these variables
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -104,7 +101,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, exit_on_signal)
 
     def serve() -> None:
-        config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=UpConfig)
+        config = decode_settings(UpConfig, Source(msgspec.json.decode(Path(sys.argv[1]).read_bytes())))
         with given_as({**PARTS, **flags_of(UpConfig)}):
             run_fleet(config, lambda fleet: until_broken(config, fleet, detached=True))
 

@@ -1,20 +1,30 @@
-"""``tercet up``: run a whole fleet on this machine in the foreground, with progress and signals."""
+"""``tercet up``: run a whole fleet on this machine, with progress and signals; ``tercet router``: only its router.
+
+Settings are checked here, before anything is started or imported for long: processes that are started believe them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tercet.cli.setting_flags import settings_command
-from tercet.cli.terminal import announce
+import msgspec
+import typer
+
+from tercet.cli.setting_flags import VLLM_FLAGS, settings_command
+from tercet.cli.terminal import announce, note
 from tercet.cluster.up_config import UpConfig
+from tercet.logs import saying_while
 from tercet.protocol.entry_points import PARTS, provided
+from tercet.settings import RouterConfig, Source, decode_settings
 
 if TYPE_CHECKING:
     from tercet.cluster.running_fleet import StartedFleet
@@ -111,44 +121,53 @@ JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 def run_fleet(config: UpConfig, then: Callable[[StartedFleet], Awaitable[None]]) -> None:
     """Start the fleet, run ``then``, and stop the fleet. Ctrl-C and SIGTERM stop it; a second signal stops it at once.
 
-    Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 after a signal before the end of ``then``.
+    ``config`` has passed :func:`require_usable`. Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143
+    after a signal before the end of ``then``.
     """
     from tercet.cluster.model import resolve_model, resolve_tokenizer
-    from tercet.cluster.ports import require_free
 
-    known = require_usable(config)
-    if config.port:
-        require_free(config.host, config.port)
     # This runs in the main thread, which a signal can interrupt: a first conversion takes half a minute.
     # Then only the tokenizer is needed, so no weights are converted.
     if config.serves_without_vllm:
-        model = resolve_tokenizer(known)
+        model = resolve_tokenizer(config.model)
     else:
-        model = resolve_model(known, lambda line: announce(f"  model: {line}"))
+        model = resolve_model(config.model, lambda line: announce(f"  model: {line}"))
     asyncio.run(_run(config, model, then))
 
 
-def require_usable(config: UpConfig) -> str:
-    """Raise :class:`~tercet.protocol.BadRequest` for unusable settings, free ports apart; return the model to load.
-
-    The built-in model may need a conversion first.
-    """
+def require_usable(config: UpConfig) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for what this machine shows to be unusable, before a model loads."""
     from tercet.cluster.detached_fleets import log_directory
     from tercet.cluster.model import known_model
+    from tercet.cluster.ports import require_free
     from tercet.cluster.up_config import require_usable_router
 
+    if config.simulate is not None:
+        from tercet.cluster.engine_command import simulated_engine
+
+        simulated_engine().require_usable(config.simulate, config.options)
+    if config.on is not None:
+        _ray("ray-access")()
     require_usable_router(config)
-    model = known_model(config.model)
+    known_model(config.model)
     if config.log_dir is not None:
         log_directory(config.log_dir)
-    return model
+    if config.port:
+        require_free(config.host, config.port)
 
 
 async def _run(config: UpConfig, model: str, then: Callable[[StartedFleet], Awaitable[None]]) -> None:
     from tercet.aio import signals_to
+    from tercet.cluster.local import local_fleet
+
+    async def run() -> None:
+        started = local_fleet if config.on is None else _ray("ray-fleet")
+        async with FleetProgress() as progress, started(config, model, progress, hurried) as fleet:
+            progress.close()
+            await then(fleet)
 
     hurried = asyncio.Event()
-    task = asyncio.ensure_future(_fleet(config, model, then, hurried))
+    task = asyncio.ensure_future(run())
 
     def stop() -> None:
         announce("stopping")
@@ -163,17 +182,6 @@ async def _run(config: UpConfig, model: str, then: Callable[[StartedFleet], Awai
             await task
         except asyncio.CancelledError:
             sys.exit(128 + asked[0] if asked else 1)
-
-
-async def _fleet(
-    config: UpConfig, model: str, then: Callable[[StartedFleet], Awaitable[None]], hurry: asyncio.Event
-) -> None:
-    from tercet.cluster.local import local_fleet
-
-    started = local_fleet if config.on is None else _ray("ray-fleet")
-    async with FleetProgress() as progress, started(config, model, progress, hurry) as fleet:
-        progress.close()
-        await then(fleet)
 
 
 @settings_command(UpConfig, rest="engine-args")
@@ -192,17 +200,10 @@ def up(config: UpConfig) -> None:
     - `tercet up --detach`, then `tercet status`, and in the end `tercet down`
     - `tercet up --config up.yaml`, with lines such as `prefill: 2` and `engine-args: [--max-num-seqs, 32]`
     """
-    if config.simulate is not None:
-        from tercet.cluster.engine_command import simulated_engine
-
-        simulated_engine().require_usable(config.simulate, config.options)
-    if config.on is not None:
-        _ray("ray-access")()
-    # The settings are checked here first, where errors are read; the fleet checks them again.
+    require_usable(config)
     if config.detach:
         from tercet.cli.detached import detach
 
-        require_usable(config)
         detach(config)
         return
     if JOB_VARIABLE in os.environ:
@@ -228,3 +229,54 @@ async def stay(config: UpConfig, fleet: StartedFleet) -> None:
     announce(f"  curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n")
     announce("Ctrl-C finishes running requests and stops the fleet; a second Ctrl-C stops it at once.")
     await until_broken(config, fleet, detached=False)
+
+
+@settings_command(RouterConfig, rest="router-args")
+def router(config: RouterConfig) -> None:
+    """Run the router: one OpenAI endpoint for running engines.
+
+    The router waits for engines that are still loading. Flags after `--` go to vLLM's OpenAI layer (chat template, tool
+    parsers, API keys, ...).
+
+    Examples:
+    - `tercet router --engine http://127.0.0.1:8001,role=prefill --engine http://127.0.0.1:8002,role=decode`
+    - `tercet router --engine http://10.0.0.5:8001,name=a --program data_parallel -- --api-key KEY`
+    - `tercet router --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 --program mine.py:split --dev`
+    - `tercet router --engine http://127.0.0.1:8001,label.zone=a --scheduling my.yaml --program-arg pick=scheduled`
+    - `tercet router --engine http://127.0.0.1:8001 --max-in-flight-per-engine 64 --max-queued 200 --queue-timeout 10`
+    - `tercet router --endpoint-selector app=vllm`, in a pod of Kubernetes
+    - `tercet router --config router.yaml`, with lines such as `engines: [http://127.0.0.1:8001]`
+    """
+    from tercet.cluster.model import known_model, resolve_model, resolve_tokenizer
+    from tercet.cluster.ports import require_free
+    from tercet.cluster.up_config import require_usable_router
+    from tercet.cluster.vllm_flags import check_flags
+    from tercet.wire.client import engine_tls
+
+    check_flags(config.vllm_args, VLLM_FLAGS)
+    require_usable_router(config)
+    engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
+    known = known_model(config.model)
+    require_free(config.host, config.port)
+    model = resolve_tokenizer(known) if config.serves_without_vllm else resolve_model(known, note)
+    raise typer.Exit(_serve(msgspec.structs.replace(config, model=model, served_model_name=config.public_name)))
+
+
+def serve_router() -> None:
+    """Run the router whose settings are in the file of the command line, where `tercet up` has written them."""
+    from tercet.cli.app import exit_code_of, exit_on_signal
+
+    signal.signal(signal.SIGTERM, exit_on_signal)
+    told = msgspec.json.decode(Path(sys.argv[1]).read_bytes())
+    sys.exit(exit_code_of(lambda: _serve(decode_settings(RouterConfig, Source(told)))))
+
+
+def _serve(config: RouterConfig) -> int:
+    if config.workers > 1:
+        from tercet.router.workers import supervise
+
+        return supervise(config)
+    with saying_while("importing the router", note):
+        from tercet.router.server import serve
+    serve(config)
+    return 0

@@ -300,8 +300,8 @@ def describe_exit(code: int) -> str:
 
 
 COMMAND = (sys.executable, "-m", "tercet.cluster.child_process")
-COMMAND_LINE = "tercet.cli"
-# Modules that a router imports in addition to engines' modules.
+# Code of `python -c` that runs a router, and modules that it imports in addition to engines' modules.
+ROUTER = "from tercet.cli.up import serve_router; serve_router()"
 OF_ROUTER = (
     "tercet.cli.app",
     "tercet.router.server",
@@ -374,7 +374,7 @@ def be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
         os.close(fd)
     module = command.argv[2]
     # Values that modules read at their import cannot be changed in a fork: such a command starts as a new process.
-    others = early_differences(began_with, command.env, READ_LATE | OF_ENGINES if module == COMMAND_LINE else READ_LATE)
+    others = early_differences(began_with, command.env, READ_LATE | OF_ENGINES if module == ROUTER else READ_LATE)
     os.chdir(command.cwd)
     if others:
         print(
@@ -395,6 +395,8 @@ def be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
 
         os.environ[PRELOAD] = began_with[PRELOAD]
         serve_imported()
+    elif module == ROUTER:
+        exec(ROUTER, {})
     else:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0
@@ -402,7 +404,7 @@ def be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
 
 def can_fork(argv: Sequence[str]) -> bool:
     """True if a warm parent has imported the modules of this command."""
-    return list(argv[1:3]) in (["-m", module] for module in (WITH_ONE_IMPORT, FLAGS_CHECK, COMMAND_LINE))
+    return list(argv[1:3]) in (["-m", WITH_ONE_IMPORT], ["-m", FLAGS_CHECK], ["-c", ROUTER])
 
 
 def early_differences(here: Mapping[str, str], wanted: Mapping[str, str], late: frozenset[str]) -> list[str]:

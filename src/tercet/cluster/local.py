@@ -17,6 +17,7 @@ import msgspec
 from tercet.aio.files import write_whole
 from tercet.cluster.child_process import (
     GRACE_SECONDS,
+    ROUTER,
     Process,
     StartFailed,
     can_fork,
@@ -61,6 +62,7 @@ from tercet.settings.process_settings import (
 T = TypeVar("T")
 # Only the router calls engines, and their control endpoints need no key.
 ENGINE_HOST = "127.0.0.1"
+STATE = "router-state.json"
 NOTHING_TO_FIND = DiscoverySettings()
 TOLD = frozenset({"secret", "access-log", "log-format"})
 
@@ -157,16 +159,14 @@ def fleet_of(
 
     engines = [launch(spec, role) for spec, (_, role) in zip(specs, config.engine_roles, strict=True)]
     port = config.port or free_ports(config.host, 1)[0]
-    url = url_of(config.host, port)
-    if value_of(config.vllm_args, "--ssl-certfile") is not None:
-        url = url.replace("http://", "https://", 1)
     # For this process's own calls of the router: it adds and removes engines, whatever keys operators have set.
     key = secrets.token_urlsafe()
     addresses = [EngineAddress(engine.name, engine.url, engine.role) for engine in engines]
-    router = router_of(config, router_config(config, model, port, addresses, supervisor_key=key), url, log_dir, warm)
+    settings = router_config(config, model, port, addresses, log_dir, supervisor_key=key)
+    router = router_of(config, settings, log_dir, warm)
     changed = asyncio.Event()
-    provisioner = LocalProvisioner(engines, changed, specs, launch, RouterAdmin(url, key), on_event)
-    return RunningFleet(url, engines, router, log_dir, provisioner, changed)
+    provisioner = LocalProvisioner(engines, changed, specs, launch, RouterAdmin(router.url, key), on_event)
+    return RunningFleet(router.url, engines, router, log_dir, provisioner, changed)
 
 
 def shared_environment(config: UpConfig) -> dict[str, str]:
@@ -227,35 +227,33 @@ def lora_flags(config: UpConfig) -> tuple[str, ...]:
 
 
 def router_config(
-    config: UpConfig, model: str, port: int, engines: Sequence[EngineAddress],
+    config: UpConfig, model: str, port: int, engines: Sequence[EngineAddress], log_dir: Path | None = None,
     discovery: DiscoverySettings = NOTHING_TO_FIND, supervisor_key: str = "",
 ) -> RouterConfig:  # fmt: skip
-    """Return the router's settings: those that ``config`` shares with every router, and those of this fleet."""
+    """Return the router's settings: those of every router, and this fleet's; its state is in ``log_dir``, if given."""
     fields: dict[str, Any] = {name: getattr(config, name) for name in RouterSettings.__struct_fields__}
-    fields["openai_layer"] = "small" if config.serves_without_vllm else "vllm"
     # Without a secret, engines of this machine require the API key in their environment or flags.
-    fields["secret"] = (
-        config.secret or value_of(config.engine_args, "--api-key") or os.environ.get(API_KEY_VARIABLE, "").strip()
-    )
-    fields |= {"model": model, "served_model_name": config.public_name, "port": port, "engines": tuple(engines)}
-    fields |= {"discovery": discovery, "supervisor_key": supervisor_key}
+    shown = value_of(config.engine_args, "--api-key") or os.environ.get(API_KEY_VARIABLE, "").strip()
+    fields |= {
+        "openai_layer": "small" if config.serves_without_vllm else "vllm", "secret": config.secret or shown,
+        "model": model, "served_model_name": config.public_name, "port": port, "engines": tuple(engines),
+        "discovery": discovery, "supervisor_key": supervisor_key,
+        "state": None if log_dir is None else str(log_dir / STATE),
+    }  # fmt: skip
     return RouterConfig(**fields)
 
 
-def router_of(
-    config: UpConfig, settings: RouterConfig, url: str, log_dir: Path, warm: Path | None = None
-) -> KeptRouter:
-    """Return the router with these ``settings``, which answers at ``url``; it is not started yet.
-
-    Its state is in the log directory, so that a restarted router finds everything that was changed since the start.
-    """
-    state = log_dir / "router-state.json"
+def router_of(config: UpConfig, settings: RouterConfig, log_dir: Path, warm: Path | None = None) -> KeptRouter:
+    """Return the router with these ``settings``; it is not started yet."""
     # A router that read the state of an earlier fleet would serve by engines that are not there any more.
-    for old in log_dir.glob(f"{state.name}*"):  # of an earlier fleet with this log directory
+    for old in log_dir.glob(f"{STATE}*"):  # of an earlier fleet with this log directory
         if old.is_file():
             old.unlink()
-    argv = router_argv(msgspec.structs.replace(settings, state=str(state)), log_dir)
+    argv = router_argv(settings, log_dir)
     env = {**router_env(settings.model), LOGS_VARIABLE: str(log_dir)}
+    url = url_of(settings.host, settings.port)
+    if value_of(settings.vllm_args, "--ssl-certfile") is not None:
+        url = url.replace("http://", "https://", 1)
     log, grace = log_dir / "router.log", config.shutdown_timeout_s + GRACE_SECONDS
     process = Process("router", argv, env, log, grace=grace, warm=warm)
     process.at_first = {ALL_ENGINES_VARIABLE: "1"}
@@ -266,7 +264,7 @@ def router_argv(config: RouterConfig, log_dir: Path) -> list[str]:
     """Return the router's command, and write its settings, with keys, to a file that only this user can read."""
     file = log_dir / "router.json"
     write_whole(file, msgspec.json.format(msgspec.json.encode(encode_settings(config))))
-    return [sys.executable, "-m", "tercet.cli", "router", "--config", str(file)]
+    return [sys.executable, "-c", ROUTER, str(file)]
 
 
 def router_env(model: str) -> dict[str, str | None]:

@@ -404,16 +404,15 @@ async def _passed_on(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def put_layers_before(
-    app: FastAPI, layers: ASGIApp, config: RouterConfig, state: SharedState, keys: RouterKeys, shutdown: Shutdown,
-    pooling: PoolingServers, fast: FastPath | None = None,
+    app: FastAPI, layers: ASGIApp, config: RouterConfig, state: SharedState, gate: Gate, keys: RouterKeys,
+    shutdown: Shutdown, pooling: PoolingServers, fast: FastPath | None = None,
     around_refusals: Callable[[ASGIApp], ASGIApp] = lambda app: app,
-) -> Gate:  # fmt: skip
-    """Make requests of ``app`` pass the router's layers and then ``layers``, its own; return the gate that admits them.
+) -> None:  # fmt: skip
+    """Make requests of ``app`` pass the router's layers, with the ``gate``, and then ``layers``, its own.
 
     ``fast`` and ``around_refusals`` are those of :class:`RouterApp`.
     """
     service, apart = state.service, config.admin_listen is not None
-    gate = Gate(config.limits, service.fleet, service.metrics)
     if state.batches is not None:
         state.batches.install(app, gate, keys.clients)
     page = page_of(state, keys, config.public_name, shutdown, apart)
@@ -423,7 +422,6 @@ def put_layers_before(
         state.traces.own, config.client_traces, page,
     )  # fmt: skip
     page.history.begin()
-    return gate
 
 
 # Maximum characters of a path that are logged; a longer one is logged as its beginning and a digest.

@@ -66,7 +66,7 @@ REASON = "this router has no engine yet that answers; it serves once one does"
 
 
 @asynccontextmanager
-async def waiting_room(config: RouterConfig, state: SharedState, files: NamedFiles) -> AsyncGenerator[None]:
+async def waiting_room(config: RouterConfig, state: SharedState, files: NamedFiles, gate: Gate) -> AsyncGenerator[None]:
     """Answer clients at the router's port with 503 and :data:`REASON`, and serve admin routes, while entered.
 
     The port is free at the exit, so that the OpenAI API can listen there.
@@ -77,12 +77,12 @@ async def waiting_room(config: RouterConfig, state: SharedState, files: NamedFil
     keys = RouterKeys(config, api_keys(parser.parse_known_args(list(config.vllm_args))[0]))
     keys.require_private(config.host, config)
     with listening_socket(config) as sock:
-        async with served(_app(config, state, keys, files), sock):
+        async with served(_app(config, state, keys, files, gate), sock):
             logger.warning("%s; until then port %d answers with this error", REASON, config.port)
             yield
 
 
-def _app(config: RouterConfig, state: SharedState, keys: RouterKeys, files: NamedFiles) -> FastAPI:
+def _app(config: RouterConfig, state: SharedState, keys: RouterKeys, files: NamedFiles, gate: Gate) -> FastAPI:
     app = FastAPI(openapi_url=None)
     admin.install(app, state, [config.public_name, *config.model_aliases], files=files)
 
@@ -91,10 +91,8 @@ def _app(config: RouterConfig, state: SharedState, keys: RouterKeys, files: Name
         error = EngineUnreachable(REASON)
         return json_answer(error.to_wire(), error.status)
 
-    service = state.service
-    gate = Gate(config.limits, service.fleet, service.metrics)
     app.middleware_stack = RouterApp(
-        app.build_middleware_stack(), None, gate, keys.clients, service.program_called, config.max_request_bytes,
+        app.build_middleware_stack(), None, gate, keys.clients, state.service.program_called, config.max_request_bytes,
         access_log=config.access_log, admins=keys.access,
     )  # fmt: skip
     return app
@@ -150,7 +148,8 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
             elif config.state_configmap is not None:
                 store = configmap_store(access_of(config.discovery), config.state_configmap)
             state = SharedState(path, membership, service, shutdown, logs_changes, traces, store)
-            await _Router(config, shared, membership, pooling, path, state, shutdown, until_ended).run()
+            gate = Gate(config.limits, fleet, metrics)
+            await _Router(config, shared, membership, pooling, path, state, gate, shutdown, until_ended).run()
 
 
 @dataclass(frozen=True)
@@ -163,6 +162,7 @@ class _Router:
     pooling: PoolingServers
     path: Path
     state: SharedState
+    gate: Gate
     shutdown: Shutdown
     until_ended: AsyncExitStack
     background: TaskSet = field(default_factory=TaskSet)
@@ -201,7 +201,7 @@ class _Router:
                     await self._serve_openai(model.max_model_len)
                 else:
                     await _serve_small()(
-                        self.config, self.state, model.max_model_len, self.shutdown, self.pooling,
+                        self.config, self.state, self.gate, model.max_model_len, self.shutdown, self.pooling,
                         named_files(self.config), self._heed_signals, self.shared,
                     )  # fmt: skip
         finally:
@@ -227,7 +227,7 @@ class _Router:
         plain = not any(flag.startswith(OTHER_LISTENING) for flag in self.config.vllm_args)
         if not (self.config.workers == 1 and self.config.admin_listen is None and plain):
             return await self.state.until_ready(self.membership.until_one_answers)
-        async with waiting_room(self.config, self.state, named_files(self.config)):
+        async with waiting_room(self.config, self.state, named_files(self.config), self.gate):
             seconds = math.inf if self.config.await_engines or self.config.discovery.roster else READY_SECONDS
             return await self.state.until_ready(partial(self.membership.until_one_answers, seconds))
 
@@ -286,15 +286,15 @@ class _Router:
             vllm.serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)
             admin.install(server.app, state, names, vllm.loads_adapters(), named_files(config))
             # Refusals do not pass vLLM's layers; without the same CORS headers a browser hides them from its page.
-            gate = put_layers_before(
-                server.app, server.layers, config, state, keys, self.shutdown, self.pooling, server.fast,
+            put_layers_before(
+                server.app, server.layers, config, state, self.gate, keys, self.shutdown, self.pooling, server.fast,
                 lambda refusals: with_cors(refusals, args),
             )  # fmt: skip
             following.keep(keys.follow, "keys")
 
             async def shut_down() -> None:
                 self._heed_signals()
-                await self.shutdown.run(gate.close, service.give_up)
+                await self.shutdown.run(self.gate.close, service.give_up)
 
             ready = partial(log_ready, config) if shared is None else shared.serving
             loads = None if shared is None else (shared.loads, shared.index)

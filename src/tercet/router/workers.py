@@ -31,7 +31,7 @@ from tercet.aio import signals_to
 from tercet.aio.warm_parent import ForkedChild, Forks, NoFork, serve_forks, unforkable
 from tercet.logs import ROUTER_READY, WORKER_ENDED, log_to_stderr
 from tercet.protocol import TercetError
-from tercet.settings import RouterConfig
+from tercet.settings import RouterConfig, Source, decode_settings, encode_settings
 from tercet.settings.process_settings import COLD, WARM_PARENT_VARIABLE
 
 
@@ -59,9 +59,9 @@ MOST_SILENT_S = 30.0
 
 
 class Started(msgspec.Struct, frozen=True):
-    """The settings that a worker reads from its standard input, with the file descriptors that it inherits."""
+    """What a worker reads from its standard input: settings by key, and the file descriptors that it inherits."""
 
-    config: RouterConfig
+    settings: dict[str, Any]
     index: int
     line: int
     listening: int
@@ -102,7 +102,7 @@ class Shared:
 
 
 def main() -> None:
-    """Serve until a signal, or until the supervisor is gone."""
+    """Serve as a worker until a signal, or until the supervisor is gone."""
     work(sys.stdin.buffer.read())
 
 
@@ -114,10 +114,11 @@ def work(settings: bytes, descriptors: tuple[int, int, int] | None = None) -> No
     if descriptors is not None:
         line, port, loads = descriptors
         started = msgspec.structs.replace(started, line=line, listening=port, loads=loads)
-    loads = memoryview(mmap.mmap(started.loads, LOAD_BYTES * started.config.workers)).cast("i")
+    config = decode_settings(RouterConfig, Source(started.settings))
+    loads = memoryview(mmap.mmap(started.loads, LOAD_BYTES * config.workers)).cast("i")
     with socket.socket(fileno=started.line) as line, socket.socket(fileno=started.listening) as listening:
         try:
-            serve(started.config, Shared(started.index, listening, loads, line))
+            serve(config, Shared(started.index, listening, loads, line))
         except TercetError as error:
             print(f"tercet: {error.message}", file=sys.stderr)
             raise SystemExit(error.exit_code) from None
@@ -293,7 +294,7 @@ class WorkerSlot:
     async def _start(self, line: socket.socket) -> asyncio.subprocess.Process | ForkedChild:
         """Start a worker: a fork of the warm parent, or its own process if the parent is not available."""
         fds = line.fileno(), self.listening.fileno(), self.loads
-        content = msgspec.json.encode(Started(self.config, self.index, *fds))
+        content = msgspec.json.encode(Started(encode_settings(self.config), self.index, *fds))
         if self.forks is not None:
             try:
                 with tempfile.TemporaryFile() as settings:

@@ -13,6 +13,7 @@ import typer
 
 import tercet
 from tercet.cli import app
+from tercet.cli.up import serve_router
 from tercet.cluster import local
 from tercet.cluster.local import router_argv, router_config
 from tercet.cluster.ports import free_ports
@@ -49,7 +50,10 @@ def received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Ro
 
     def start(config: UpConfig, _: object) -> None:
         argv = router_argv(router_config(config, str(tmp_path), free_port(), [engine]), tmp_path)
-        assert app._run(argv[argv.index("router") :]) == 0
+        monkeypatch.setattr("sys.argv", argv[2:])
+        with pytest.raises(SystemExit) as ended:
+            serve_router()
+        assert ended.value.code == 0
 
     monkeypatch.setattr("tercet.cli.up.run_fleet", start)
     assert app._run(["up", *flags]) == 0

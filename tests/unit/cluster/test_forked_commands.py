@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tercet.cluster import guard
-from tercet.cluster.child_process import READ_LATE, can_fork, early_differences, listening_for_guards
+from tercet.cluster.child_process import READ_LATE, ROUTER, can_fork, early_differences, listening_for_guards
 from tercet.cluster.guard import Forked
 from tests.longest_wait import LONGEST_WAIT_S
 
@@ -270,7 +270,7 @@ def test_variables_that_are_read_at_import_must_be_the_same() -> None:
 
 def test_commands_that_can_be_forked() -> None:
     assert can_fork([sys.executable, "-m", "tercet.vllm_plugin.start.server", "--model", "m"])
-    assert can_fork([sys.executable, "-m", "tercet.cli", "router"])
+    assert can_fork([sys.executable, "-c", ROUTER, "router.json"])
     assert not can_fork([sys.executable, "-m", "vllm.entrypoints.openai.api_server"])
     assert not can_fork([sys.executable, "-c", "tercet.cli"])
     assert not can_fork([sys.executable, "-m"])

@@ -137,8 +137,9 @@ async def test_the_small_server_serves_both_addresses(router: LiveRouter, checkp
     )  # fmt: skip
     shutdown = Shutdown(timeout_s=0)
     pooling = PoolingServers((), "", None, None, router.metrics.pooling_server)
+    gate = Gate(config.limits, router.fleet, router.metrics)
     serving = asyncio.create_task(
-        serve_small(config, router.shared, 1000, shutdown, pooling, NamedFiles(), lambda: None)
+        serve_small(config, router.shared, gate, 1000, shutdown, pooling, NamedFiles(), lambda: None)
     )
     try:
         async with httpx.AsyncClient() as client:

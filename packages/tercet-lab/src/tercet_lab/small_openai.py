@@ -24,6 +24,7 @@ from starlette.responses import StreamingResponse
 
 from tercet import __version__
 from tercet.aio import keep_running
+from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest, Output, TercetError, UnknownModel
 from tercet.protocol import Request as ProgramRequest
 from tercet.protocol.access import given_key
@@ -362,27 +363,26 @@ def flags_of(given: Sequence[str]) -> argparse.Namespace:
 
 
 async def serve_small(
-    config: RouterConfig, state: SharedState, max_model_len: int, shutdown: Shutdown, pooling: PoolingServers,
-    files: NamedFiles, heed_signals: Callable[[], object], shared: Shared | None = None,
+    config: RouterConfig, state: SharedState, gate: Gate, max_model_len: int, shutdown: Shutdown,
+    pooling: PoolingServers, files: NamedFiles, heed_signals: Callable[[], object], shared: Shared | None = None,
 ) -> None:  # fmt: skip
     """Serve until a shutdown; ``heed_signals`` is called to make signals begin it.
 
     With ``shared``, serve as one of several workers: one of them accepts each connection, and the first one serves the
     admin address. ``files`` are the files that admin routes may name.
     """
-    service = state.service
     keys = RouterKeys(config, api_keys(flags_of(config.vllm_args)))
     keys.require_private(config.host, config)
     keys.require_private_admin(config.admin_address)
     names = [config.public_name, *config.model_aliases]
-    app = small_app(service, PromptTexts(Path(config.model)), names, max_model_len)
+    app = small_app(state.service, PromptTexts(Path(config.model)), names, max_model_len)
     admin.install(app, state, names, files=files)
-    gate = put_layers_before(app, app.build_middleware_stack(), config, state, keys, shutdown, pooling)
+    put_layers_before(app, app.build_middleware_stack(), config, state, gate, keys, shutdown, pooling)
     server = server_of(app)
 
     async def end() -> None:
         heed_signals()  # after the server has begun, which heeds signals itself
-        await shutdown.run(gate.close, service.give_up)
+        await shutdown.run(gate.close, state.service.give_up)
 
     ready = partial(log_ready, config) if shared is None else shared.serving
     own = config.admin_address if shared is None or not shared.index else None

@@ -20,7 +20,7 @@ from tercet.cluster.detached_fleets import log_directory
 from tercet.cluster.engine_command import EngineSpec
 from tercet.cluster.local import lora_flags, router_config, router_of, shared_environment
 from tercet.cluster.model import BUILT_IN
-from tercet.cluster.ports import free_ports, require_free, url_of
+from tercet.cluster.ports import free_ports, require_free
 from tercet.cluster.running_fleet import (
     LOADING,
     READY_SECONDS,
@@ -32,7 +32,7 @@ from tercet.cluster.running_fleet import (
     rotate_logs,
 )
 from tercet.cluster.up_config import UpConfig
-from tercet.cluster.vllm_flags import ranks_of, value_of
+from tercet.cluster.vllm_flags import ranks_of
 from tercet.fleet.discovery import MOST_BYTES, read_roster
 from tercet.protocol import EngineError, Role, UnknownEngine
 from tercet.settings import DiscoverySettings, EngineAddress
@@ -238,20 +238,17 @@ async def ray_fleet(
     await asyncio.to_thread(roster.unlink, missing_ok=True)
     follower = Follower(file, roster, log_dir)
     key = secrets.token_urlsafe()
-    url = url_of(config.host, port)
-    if value_of(config.vllm_args, "--ssl-certfile") is not None:
-        url = url.replace("http://", "https://", 1)
-    settings = router_config(config, model, port, (), DiscoverySettings(roster=str(roster)), key)
-    router = router_of(config, settings, url, log_dir)
+    settings = router_config(config, model, port, (), log_dir, DiscoverySettings(roster=str(roster)), key)
+    router = router_of(config, settings, log_dir)
     try:
         await follower.process.start()
         await router.process.start()
         on_event(router.name, LOADING)
-        provisioner = RayProvisioner(file, roster, wanted, RouterAdmin(url, key), on_event)
+        provisioner = RayProvisioner(file, roster, wanted, RouterAdmin(router.url, key), on_event)
         async with asyncio.TaskGroup() as group:
             ready = group.create_task(follower.until_ready(provisioner, on_event))
             group.create_task(router.until_ready(on_event))
-        yield RayFleet(url, ready.result(), router, follower, log_dir, provisioner)
+        yield RayFleet(router.url, ready.result(), router, follower, log_dir, provisioner)
     except* StartFailed as failures:
         raise failures.exceptions[0] from None
     finally:

@@ -19,6 +19,7 @@ import msgspec
 from tercet.cli.detached import stop_seconds_of
 from tercet.cli.setting_flags import PARTS, flags_of, given_as
 from tercet.cluster.up_config import UpConfig
+from tercet.settings import Source, decode_settings, encode_settings
 from tercet_ray.fleet_keeper import DetachedProcess
 
 COMMAND = "from tercet_ray.ray_job import main; main()"
@@ -33,7 +34,7 @@ def run_as_a_job(config: UpConfig) -> int:
     # Settings may hold keys. They are in memory files, so a killed process leaves no key on disk.
     settings, code = os.memfd_create("settings"), os.memfd_create("exit code")
     with open(settings, "wb", closefd=False) as out:
-        out.write(msgspec.json.encode(config))
+        out.write(msgspec.json.encode(encode_settings(config)))
     argv = [sys.executable, "-c", COMMAND, str(_opened(settings)), str(_opened(code))]
     fleet = DetachedProcess(argv, {}, _opened(1), grace=stop_seconds_of(config))
     fleet.start()
@@ -59,7 +60,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, exit_on_signal)
     settings, code = map(Path, sys.argv[1:])
-    config = msgspec.json.decode(settings.read_bytes(), type=UpConfig)
+    config = decode_settings(UpConfig, Source(msgspec.json.decode(settings.read_bytes())))
 
     def serve() -> None:
         with given_as({**PARTS, **flags_of(UpConfig)}):
