@@ -300,8 +300,9 @@ def describe_exit(code: int) -> str:
 
 
 COMMAND = (sys.executable, "-m", "tercet.cluster.child_process")
-# Code of `python -c` that runs a router, and modules that it imports in addition to engines' modules.
+# Code of `python -c` that runs the router of `tercet up`, and modules that routers import in addition to engines'.
 ROUTER = "from tercet.cli.up import serve_router; serve_router()"
+COMMAND_LINE = "tercet.cli"
 OF_ROUTER = (
     "tercet.cli.app",
     "tercet.router.server",
@@ -323,9 +324,7 @@ READ_LATE = frozenset({
 """
 LATE_PREFIXES = ("TERCET_", "OTEL_EXPORTER_OTLP_", "OTEL_TRACES_", "OTEL_BSP_")
 """Prefixes of further variables that are read after a fork: span exporters are created when a process serves."""
-OF_ENGINES = frozenset({
-    "OMP_NUM_THREADS", "PYTHONWARNINGS", NO_DYNAMO, "TORCH_CPP_LOG_LEVEL",
-})  # fmt: skip
+OF_ENGINES = frozenset({"OMP_NUM_THREADS", "PYTHONWARNINGS", NO_DYNAMO, "TORCH_CPP_LOG_LEVEL"})
 """Variables that matter to engines only: a router computes nothing."""
 
 
@@ -374,7 +373,8 @@ def be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
         os.close(fd)
     module = command.argv[2]
     # Values that modules read at their import cannot be changed in a fork: such a command starts as a new process.
-    others = early_differences(began_with, command.env, READ_LATE | OF_ENGINES if module == ROUTER else READ_LATE)
+    is_router = module in (ROUTER, COMMAND_LINE)
+    others = early_differences(began_with, command.env, READ_LATE | OF_ENGINES if is_router else READ_LATE)
     os.chdir(command.cwd)
     if others:
         print(
@@ -404,7 +404,7 @@ def be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
 
 def can_fork(argv: Sequence[str]) -> bool:
     """True if a warm parent has imported the modules of this command."""
-    return list(argv[1:3]) in (["-m", WITH_ONE_IMPORT], ["-m", FLAGS_CHECK], ["-c", ROUTER])
+    return list(argv[1:3]) in (["-m", WITH_ONE_IMPORT], ["-m", FLAGS_CHECK], ["-m", COMMAND_LINE], ["-c", ROUTER])
 
 
 def early_differences(here: Mapping[str, str], wanted: Mapping[str, str], late: frozenset[str]) -> list[str]:

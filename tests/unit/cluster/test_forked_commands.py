@@ -270,6 +270,7 @@ def test_variables_that_are_read_at_import_must_be_the_same() -> None:
 
 def test_commands_that_can_be_forked() -> None:
     assert can_fork([sys.executable, "-m", "tercet.vllm_plugin.start.server", "--model", "m"])
+    assert can_fork([sys.executable, "-m", "tercet.cli", "router"])
     assert can_fork([sys.executable, "-c", ROUTER, "router.json"])
     assert not can_fork([sys.executable, "-m", "vllm.entrypoints.openai.api_server"])
     assert not can_fork([sys.executable, "-c", "tercet.cli"])
