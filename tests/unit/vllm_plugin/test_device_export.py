@@ -145,7 +145,7 @@ class Notes:
     def __init__(self) -> None:
         self.heard: list[object] = []
 
-    def tell(self, note: object) -> None:
+    def send(self, note: object) -> None:
         self.heard.append(note)
 
 
