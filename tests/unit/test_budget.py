@@ -46,7 +46,7 @@ BUDGET = {
     "tercet_bench": Size(3033, 10),
     "tercet_checks": Size(4676, 16),
     "tercet_gateway": Size(5880, 21),
-    "tercet_lab": Size(13043, 50),
+    "tercet_lab": Size(13047, 50),
     "tercet_planner": Size(2179, 10),
     "tercet_ray": Size(1284, 8),
     "transport": Size(6842, 22),

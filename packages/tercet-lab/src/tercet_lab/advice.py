@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from tercet.decisions.planning import EngineDemand, ObservedRequest, best_split, demand_of, most_decodes
 from tercet.protocol import BadRequest
 from tercet.settings.fleet_settings import Objectives
-from tercet_lab.bench.simulated.experiment import DEFAULT_PROFILE, Experiment, Fleet, Run, Work
+from tercet_lab import DEFAULT_PROFILE
+from tercet_lab.bench.simulated.experiment import Experiment, Fleet, Run, Work
 from tercet_lab.sim import EngineOptions, Profile, load_profile, options_from
 from tercet_lab.sim.step_times import StepModel, pairs_of
 from tercet_lab.tables import Slo

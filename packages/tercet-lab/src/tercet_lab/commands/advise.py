@@ -11,11 +11,7 @@ import typer
 from tercet.cli.terminal import progress, say, show_table
 from tercet.protocol import BadRequest
 from tercet.settings import key_values
-from tercet_lab.advice import HEADINGS, rows_of
-from tercet_lab.advice import advise as advise_on
-from tercet_lab.bench.simulated.experiment import DEFAULT_PROFILE
-from tercet_lab.bench.simulated.works import Trace
-from tercet_lab.tables import Goodput, limits_of
+from tercet_lab import DEFAULT_PROFILE
 
 
 def advise(
@@ -52,6 +48,11 @@ def advise(
     - `tercet advise --trace trace.jsonl --slo ttft:2000,tpot:50`
     - `tercet advise --trace trace.jsonl --slo ttft:500 --request-rate 20 --num-prompts 2000 --max-engines 32`
     """
+    from tercet_lab.advice import HEADINGS, rows_of
+    from tercet_lab.advice import advise as advise_on
+    from tercet_lab.bench.simulated.works import Trace
+    from tercet_lab.tables import Goodput, limits_of
+
     if not trace.is_file():
         raise BadRequest(f"--trace: there is no file {trace}", "--trace")
     try:

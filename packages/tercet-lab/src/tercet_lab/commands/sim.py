@@ -22,6 +22,7 @@ from tercet.protocol import BadRequest
 from tercet.protocol.entry_points import PARTS, provided
 from tercet.settings import key_values
 from tercet.settings.declaration import complaint
+from tercet_lab import DEFAULT_PROFILE
 from tercet_lab.bench.results import three_digits
 from tercet_lab.bench.simulated import (
     Experiment,
@@ -35,7 +36,6 @@ from tercet_lab.bench.simulated import (
     table,
 )
 from tercet_lab.bench.simulated.capacity import capacity_of
-from tercet_lab.bench.simulated.experiment import DEFAULT_PROFILE
 from tercet_lab.bench.simulated.recording import OFTEN_S
 from tercet_lab.bench.simulated.simulation import headings as headings_of_run
 from tercet_lab.bench.simulated.sweep import headings, parse_axis, rows, sweep

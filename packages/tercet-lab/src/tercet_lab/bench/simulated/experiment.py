@@ -26,6 +26,7 @@ from tercet.protocol import BadRequest
 from tercet.protocol.entry_points import PARTS, provided
 from tercet.settings import Source, declared, decode_settings, encode_settings
 from tercet.settings.fleet_settings import Objectives
+from tercet_lab import DEFAULT_PROFILE
 from tercet_lab.bench.results import Summary, achieved, summarize
 from tercet_lab.bench.simulated.moving_fleet import MOVE_COLUMNS, MovingSettings
 from tercet_lab.bench.simulated.recording import ENGINE_COLUMNS, Record
@@ -45,7 +46,6 @@ from tercet_lab.planner_settings import NO_PLANNER, PlannerSettings
 from tercet_lab.sim import EngineOptions, load_profile, options_from
 from tercet_lab.tables import Goodput, Kind, Requests, Slo, Table
 
-DEFAULT_PROFILE = "llama-3.1-8b-h100-tp1"
 Note = Callable[[str], object]
 Work = SyntheticWorkload | PlannedWorkload
 
