@@ -44,7 +44,7 @@ BUDGET = {
     "store": Size(1406, 7),
     "tercet.lab": Size(41, 1),
     "tercet_bench": Size(3033, 10),
-    "tercet_checks": Size(4676, 16),
+    "tercet_checks": Size(4680, 16),
     "tercet_gateway": Size(5880, 21),
     "tercet_lab": Size(13047, 50),
     "tercet_planner": Size(2179, 10),

@@ -199,7 +199,7 @@ main()
         "engines add", "trace --bogus", "top --bogus", "doctor --bogus",
         "planner --help", "planner --bogus", "sidecar --help", "sidecar --bogus", "model-router --help",
         "model-router --bogus", "conformance --help", "conformance --bogus", "epp --help", "epp --bogus",
-        "upgrade --help", "upgrade --bogus", "advise --help", "advise --bogus",
+        "upgrade --help", "upgrade --bogus", "advise --help", "advise --bogus", "chaos --help", "chaos --bogus",
     ],
 )  # fmt: skip
 def test_a_command_that_does_little_imports_little(line: str, tmp_path: Path) -> None:

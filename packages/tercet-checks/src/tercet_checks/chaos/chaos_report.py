@@ -9,15 +9,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
 from tercet.aio.files import read_named
 from tercet.protocol import BadRequest
-from tercet.router.serve.moves import MoveRecord
 from tercet.settings.declaration import complaint
 from tercet_checks.chaos.adversary import TRICKS, PlayedTrick
+
+if TYPE_CHECKING:  # a router's modules take a second
+    from tercet.router.serve.moves import MoveRecord
 
 FaultKind = Literal[
     "kill", "stop", "hang", "cut", "impostor", "full_kv", "drain", "restart", "move", "slow_disk", "clock"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -19,7 +19,6 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.settings import Setting, Settings, declared
 from tercet_checks.chaos.adversary import NO_TRICKS, TRICKS, PlannedTrick, TrickKind, parse_tricks, plan_tricks
-from tercet_checks.chaos.arena import LoadShape, Note
 from tercet_checks.chaos.chaos_report import (
     HEADINGS,
     KINDS,
@@ -38,6 +37,9 @@ from tercet_checks.chaos.chaos_report import (
     trick_rows,
     violation_lines,
 )
+
+if TYPE_CHECKING:
+    from tercet_checks.chaos.arena import LoadShape, Note
 
 Positive = Annotated[float, Meta(gt=0, lt=1e9)]
 NAMES = ", ".join(kind.replace("_", "-") for kind in KINDS)
