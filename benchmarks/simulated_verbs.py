@@ -78,7 +78,7 @@ class Costless:
             yield Output((1,) * (OUTPUT - 1), "length")
 
         return SimpleNamespace(
-            prompt=prompt, request_id="r", place=None, num_cached=0, abort=lambda: None, outputs=outputs
+            prompt=prompt, request_id="r", span=None, num_cached=0, abort=lambda: None, outputs=outputs
         )  # fmt: skip
 
     def call(self, command: Any) -> asyncio.Future[Any]:

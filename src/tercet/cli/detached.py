@@ -51,8 +51,8 @@ def detach(config: UpConfig) -> DetachedFleet:
     log = log_dir / "up.log"
     # A private file holds the settings, which may include keys. A new session: no terminal ends the process.
     file = log_dir / "up.json"
-    told = {**encode_settings(config), "detach": False, "log-dir": str(log_dir)}
-    write_whole(file, msgspec.json.encode(told))
+    settings = {**encode_settings(config), "detach": False, "log-dir": str(log_dir)}
+    write_whole(file, msgspec.json.encode(settings))
     held = {each.env for each in declared(UpConfig)}  # the file has the values of these variables
     with log.open("wb") as output:
         process = subprocess.Popen(

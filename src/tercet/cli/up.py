@@ -267,8 +267,8 @@ def serve_router() -> None:
     from tercet.cli.app import exit_code_of, exit_on_signal
 
     signal.signal(signal.SIGTERM, exit_on_signal)
-    told = msgspec.json.decode(Path(sys.argv[1]).read_bytes())
-    sys.exit(exit_code_of(lambda: _serve(decode_settings(RouterConfig, Source(told)))))
+    given = msgspec.json.decode(Path(sys.argv[1]).read_bytes())
+    sys.exit(exit_code_of(lambda: _serve(decode_settings(RouterConfig, Source(given)))))
 
 
 def _serve(config: RouterConfig) -> int:

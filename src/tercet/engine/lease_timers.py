@@ -103,16 +103,16 @@ class LeaseStory:
             self.enter("ending", cause)
 
     def report(self) -> LeaseReport:
-        steps = [(each.seconds, each.ledger, each.state, each.cause) for each in story(self)]
+        steps = [(each.seconds, each.ledger, each.state, each.cause) for each in self.steps]
         return LeaseReport(self.lease[:8], self.seq_id, self.at, steps)
 
     def __str__(self) -> str:
-        return "; ".join(f"{seconds:.3f} s {ledger}: {state}, {cause}" for seconds, ledger, state, cause in story(self))
+        return "; ".join(f"{seconds:.3f} s {ledger}: {state}, {cause}" for seconds, ledger, state, cause in self.steps)
 
 
-def story(lease: EdgeLease | LeaseStory) -> list[StoryStep]:
+def story(held: EdgeLease) -> list[StoryStep]:
     """Return a lease's life so far, across its three ledgers."""
-    return list((lease if isinstance(lease, LeaseStory) else lease.story).steps)
+    return list(held.story.steps)
 
 
 @dataclass(eq=False, slots=True)

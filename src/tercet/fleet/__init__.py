@@ -7,6 +7,5 @@ from tercet.fleet.members import Member
 from tercet.fleet.sequences import Retry, RunningSequence, RunningSequences
 
 __all__ = [
-    "EngineFleet", "FleetKnowledge", "FleetView", "Member", "Retry", "RunningSequence",
-    "RunningSequences", "Trace",
+    "EngineFleet", "FleetKnowledge", "FleetView", "Member", "Retry", "RunningSequence", "RunningSequences", "Trace",
 ]  # fmt: skip

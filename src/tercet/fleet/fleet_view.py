@@ -1,7 +1,8 @@
-"""The fleet as a program sees it: picks of engines, and an event for each verb that it calls on one of them.
+"""The fleet as a program sees it, for one request.
 
-FleetView (one per request) ── pick, route ──▶ TracedEngine ── start_generate ──▶ Generation (observes the stream)
-all of them write the request's Trace, count its work at the members, and blame the engines that failed
+    FleetView ── pick, route ──▶ TracedEngine ── start_generate ──▶ Generation (observes the stream)
+
+All of them write the request's trace, count its work at the members, and blame the engines that failed.
 """
 
 from __future__ import annotations

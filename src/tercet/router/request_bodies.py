@@ -3,9 +3,9 @@
 What a body may contain is decided here, where it enters: its size, its text, its items, its sequences. vLLM processes
 each item of a body on the event loop: a message, a part of its content, a tool, a property of a schema takes some
 microseconds, in which no stream gets a token. Numbers in lists (prompts of token ids) take a hundredth of that;
-characters take almost no time, and only the limit of bytes applies to them. Structured outputs are checked before vLLM
-parses them on the event loop (0.6 s for a regex of a megabyte), and before a stream's head, which an engine's refusal
-would follow. Sequences are prompts times choices; invalid values are not counted, since vLLM refuses them.
+characters take almost no time, and only the limit of bytes applies to them. Structured outputs are checked here since
+vLLM parses them on the event loop, and since an engine could refuse them only after a stream's head, with status 200,
+was sent. Sequences are prompts times choices; invalid values are not counted, since vLLM refuses them.
 
 Buffered bodies are those of requests that are not admitted or passed on yet. A client may begin many bodies of the
 largest accepted size and end none. When the buffered bodies of one process exceed their limit, the largest one is

@@ -608,7 +608,7 @@ async def unload_adapter(request: Request, name: str) -> Response:
 
 
 async def _serve_adapter(request: Request, name: str, path: str, replaces: bool) -> Response:
-    # A request names its adapter as its model: equal names could not be leases_of apart.
+    # A request names its adapter as its model: equal names could not be distinguished.
     if name in request.app.state.tercet_models:
         raise BadRequest(f"name: {name!r} is a name of the base model; choose another name for the adapter", "name")
     of_fleet = shared_of(request).adapters

@@ -284,7 +284,7 @@ class Routing:
     def failed(self, chosen: Chosen, error: str) -> Return | None:
         """Record that a program failed by its own fault; return the return to an earlier version, or None.
 
-        Failures of a version that is no longer in use are ignored.
+        A failure of an earlier version counts for nothing.
         """
         if chosen.version != self.current.number:
             return None

@@ -370,7 +370,7 @@ class BoundedGrammars:
             if not any(wanted.requests for wanted in self._wanted.values()):
                 self._waits.notify()
             self._wanted.setdefault(key, _Wanted(kind, text, backend)).requests.append(waiting)
-            # Its letters say as much about its time as a price of its parts, and need no second reading of it (ADR 18).
+            # The try measures the time; for the order among equal tries the length is enough (ADR 18).
             given_up = self._queue.add(key, len(text))
             if given_up is not None:
                 self._give_up(self._wanted.pop(given_up).requests)

@@ -367,11 +367,11 @@ class RequestContext:
     def end(self) -> None:
         """End the request: the answer is sent, or its client has left. Its sequences end, and no more begin.
 
-        vLLM aborts the sequences that it has added. It drops a request whose task is cancelled while it is being added.
+        vLLM aborts the sequences that it has added; a function in ``when_ended`` makes it forget the request.
         """
         self.has_ended = True
-        for tell in self.when_ended:
-            tell(self)
+        for call in self.when_ended:
+            call(self)
         for task in [*self.running.values()]:
             task.cancel()
 

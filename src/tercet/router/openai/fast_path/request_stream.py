@@ -110,7 +110,7 @@ class FastPath:
         except Exception as error:  # vLLM's own path answers the request, whatever the error is
             logger.debug("the stream takes vLLM's own path: %s: %s", type(error).__name__, error)
             return False
-        context.fields = None  # the body may be large, and is no longer needed
+        context.fields = None  # they may be large, and nothing reads them from here on
         stream = RequestStream(connection, self._tools, plan, context.concurrency)
         # The run calls ``add_request``, vLLM's, which passes each sequence to ``ProgramClient.add_request_async``. That
         # finds ``begin_stream`` in the request's context, calls it with the sequence's outputs, and starts no task.
