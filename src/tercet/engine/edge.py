@@ -302,6 +302,7 @@ class Edge:
             max_adapters=self.adapters.most,
             adapters=await self.adapters.reports(),
             regions=tuple(self.description.regions),
+            is_store=self.description.is_store,
             **self.probe.core_status,
         )
 

@@ -117,6 +117,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
     tables: TablePlace | None = None  # where block tables are published; None if they are not
     host: str = LOOPBACK  # at which agents reach the API server's process
     regions: list[RankRegion] = []  # each rank's memory of KV
+    is_store: bool = False  # it has no engine that computes
 
 
 class ReservedBlocks(msgspec.Struct, frozen=True):

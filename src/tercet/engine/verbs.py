@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -39,7 +40,7 @@ from tercet.protocol import (
     resolve_range,
 )
 from tercet.protocol.content import whole_features
-from tercet.protocol.spans import current_span
+from tercet.protocol.spans import LeaseReport, current_span
 from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, RemoteSendCall, StartGenerateCall
 from tercet.transport import Push, PushCached, SendDestination, SendReport, routes
 
@@ -401,3 +402,18 @@ def _seq_params(claimed: EdgeLease | None, output: list[int] | None = None, numb
     if claimed is None or claimed.closing is None:
         return SeqParams(output=output, number=number)
     return SeqParams(claimed.name, claimed.closing.result(), output, number)
+
+
+class EdgeVerbs:
+    """The verbs and reports of one ``edge``, as HTTP routes call them (``tercet.wire.serving.verb_routes``)."""
+
+    def __init__(self, edge: Edge) -> None:
+        self.incarnation, self.model_of = edge.incarnation, edge.model_of
+        self.prep_recv, self.remote_send = partial(prep_recv, edge), partial(remote_send, edge)
+        self.start_generate, self.stream = partial(start_generate, edge), partial(stream, edge)
+        self.abort, self.status, self.release = edge.abort, edge.status, edge.leases.release
+        self.sequences, self.propose_move = edge.generated.reports, edge.generated.propose_move
+        self._leases = edge.leases
+
+    def leases(self, seq_id: str) -> list[LeaseReport]:
+        return [each.report() for each in self._leases.stories(seq_id)]

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 from prometheus_client import REGISTRY
@@ -26,12 +26,11 @@ from starlette.routing import Route
 
 from tercet.aio import TaskSet, signals_to
 from tercet.aio.files import descriptors_watched
-from tercet.engine import verbs
 from tercet.engine.agents import AgentCalls, ProbeCollector
 from tercet.engine.edge import Edge
 from tercet.engine.interface import Adapter, EngineDescription, ModelLimits
 from tercet.engine.liveness_probe import LivenessProbe
-from tercet.logs import logged_call
+from tercet.engine.verbs import EdgeVerbs
 from tercet.protocol import (
     AdapterReport,
     BadRequest,
@@ -47,14 +46,7 @@ from tercet.protocol.addresses import RankRegion, minor_version
 from tercet.protocol.content import require_placed
 from tercet.protocol.names import STORE, bracketed
 from tercet.protocol.wire import (
-    API_PREFIX,
-    AbortCall,
-    ConnectCall,
     JoinCall,
-    PrepRecvCall,
-    ReleaseAnswer,
-    ReleaseCall,
-    RemoteSendCall,
 )
 from tercet.store.announcer import Announcer
 from tercet.store.blocks import StoreBlocks, StoreCollector
@@ -75,13 +67,13 @@ from tercet.wire.callers import Callers
 from tercet.wire.client import HttpEngine
 from tercet.wire.client.bounded_answers import LEAVE_SECONDS, RouterMembership
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.serving.http_server import answered, call_in, error_handlers, served, unless_disconnected
+from tercet.wire.serving.http_server import served
+from tercet.wire.serving.verb_routes import ROUTES, VerbServer, starlette_routes
 from tercet.wire.streams import RouterConnections
 
 logger = logging.getLogger(__name__)
 MIRROR_SECONDS, RETRY_SECONDS = 600.0, 1.0
 LEASE_TTL = 60.0
-LONGEST_BODY = 64 * 1024 * 1024
 ANY_TOKEN = 2**31
 ASKS_FOR_A_KEY = "this store requires its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
 LEAST_BLOCKS = 8
@@ -180,7 +172,10 @@ def _region(rank: RankRegion, blocks: int, block_bytes: int) -> KVRegion:
 
 
 class AnyPrompt(ModelLimits):
-    """The limits of prompts: a store does not know the vocabulary, and counts no images."""
+    """The limits of prompts: a store does not know the vocabulary, counts no images, and adds no output to them."""
+
+    def check_output(self, tokens: list[int], output: list[int]) -> NoReturn:
+        raise BadRequest("start_generate: a store computes nothing; call an engine", "seq_id")
 
     def check_features(self, tokens: list[int], features: Sequence[MultiModalFeature], adapter: str | None) -> None:
         require_placed(features, len(tokens))
@@ -228,64 +223,23 @@ class StoreServer:
         self._callers = Callers(secrets_of(secret))
         self.blocks = blocks
         self.stopping = False
-        self.router_connections = RouterConnections(edge.name, edge.incarnation, self._load, self._refuse)
+        self._verbs = EdgeVerbs(edge)
+        self.router_connections = RouterConnections(edge.name, edge.incarnation, self._load, self._verbs.stream)
 
     def app(self) -> Starlette:
-        verb = partial(
-            answered, callers=self._callers, incarnation=self.edge.incarnation, asks_for_a_key=ASKS_FOR_A_KEY
-        )  # fmt: skip
-        posts = (self.prep_recv, self.remote_send, self.abort, self.release, self.connect)
-        gets = {"/status": self.status, "/sequences": self.sequences, "/leases/{seq_id:path}": self.leases}
-        return Starlette(
-            routes=[
-                *(Route(f"{API_PREFIX}/{each.__name__}", verb(each), methods=["POST"]) for each in posts),
-                Route(f"{API_PREFIX}/start_generate", verb(self._refuse), methods=["POST"]),
-                *(Route(API_PREFIX + path, verb(each)) for path, each in gets.items()),
-                Route("/health", self.health),
-                Route("/metrics", self.metrics),
-            ],
-            exception_handlers=error_handlers(self._callers),
+        app = Starlette(
+            routes=[*starlette_routes(ROUTES), Route("/health", self.health), Route("/metrics", self.metrics)]
         )
-
-    async def prep_recv(self, http: Request) -> Any:
-        call = await call_in(http, PrepRecvCall, LONGEST_BODY, "this store")
-        with logged_call("prep_recv", call, http.headers, self.edge.model_of(call)):
-            return await verbs.prep_recv(self.edge, call)
-
-    async def remote_send(self, http: Request) -> Any:
-        call = await call_in(http, RemoteSendCall, LONGEST_BODY, "this store")
-        with logged_call("remote_send", call, http.headers, self.edge.model_of(call)):
-            return await unless_disconnected(http, verbs.remote_send(self.edge, call))
-
-    async def abort(self, http: Request) -> Any:
-        return {"aborted": await self.edge.abort((await call_in(http, AbortCall, LONGEST_BODY, "this store")).seq_id)}
-
-    async def release(self, http: Request) -> Any:
-        lease = (await call_in(http, ReleaseCall, LONGEST_BODY, "this store")).lease
-        return ReleaseAnswer(valid_end=await self.edge.leases.release(lease))
-
-    async def connect(self, http: Request) -> Any:
-        router = (await call_in(http, ConnectCall, LONGEST_BODY, "this store")).router
-        await self.router_connections.connect(router.address, router.key)
-        return {"connected": True}
-
-    async def status(self, _: Request) -> Any:
-        return msgspec.structs.replace(await self.edge.status(), is_store=True)
-
-    async def sequences(self, _: Request) -> Any:
-        return []
-
-    async def leases(self, http: Request) -> Any:
-        return [each.report() for each in self.edge.leases.stories(http.path_params["seq_id"])]
+        app.state.tercet_verbs = VerbServer(
+            self._verbs, self.router_connections, self._callers, ASKS_FOR_A_KEY, taker="this store"
+        )
+        return app
 
     async def health(self, _: Request) -> Response:
         return Response()
 
     async def metrics(self, _: Request) -> Response:
         return Response(generate_latest(REGISTRY), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    async def _refuse(self, *_: object) -> NoReturn:
-        raise BadRequest("start_generate: a store computes nothing; call an engine", "seq_id")
 
     def _load(self) -> EngineLoad:
         stalled = self.edge.probe.stalled_s
@@ -356,6 +310,7 @@ async def serving(
             reserve_wait=LEASE_TTL,
             kv_events={**announcer.addresses, "topic": ""},
             regions=list(mirror.regions),
+            is_store=True,
         )
         edge = Edge(
             config.name, description, blocks, NoGeneration(mirror), AgentCalls(channels), NamedAdapters(), probe,

@@ -4,40 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.datastructures import State
-from starlette.responses import StreamingResponse
 
 from tercet.aio.files import descriptors_watched
 from tercet.engine import verbs
-from tercet.engine.edge import Edge, StopWhenEmpty, fail_at_exit
-from tercet.logs import lines_of_call, logged_call
-from tercet.protocol import DeadlineExceeded, EngineError, Output, Revision, TercetError, UnknownSequence
+from tercet.engine.edge import StopWhenEmpty, fail_at_exit
+from tercet.protocol import EngineError, Revision, TercetError
 from tercet.protocol.access import secrets_of
 from tercet.protocol.names import require_engine_name
-from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import (
     API_PREFIX,
     JSON,
     MSGPACK,
-    AbortCall,
-    ConnectCall,
     LoadAdapterCall,
-    MoveCall,
-    PrepRecvCall,
-    ReleaseAnswer,
-    ReleaseCall,
-    RemoteSendCall,
     ReplaceAdapterCall,
-    StartGenerateCall,
 )
 from tercet.settings.process_settings import ENGINE_NAME_VARIABLE, PrefillBudget, clients_see_traces
 from tercet.vllm_plugin.edge.adapters import Adapters
@@ -51,23 +41,15 @@ from tercet.wire.callers import BearerKeys
 from tercet.wire.client import engine_tls
 from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.serving.http_server import admit, call_in, error_response, json_response, unless_disconnected
+from tercet.wire.serving import verb_routes
+from tercet.wire.serving.http_server import error_response
 from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
+from tercet.wire.serving.verb_routes import VerbRoute, VerbServer, verb_route
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
-T = TypeVar("T")
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[Any]]
-# Seconds for which a caller may leave an event unread, with all buffers full; then its sequence is ended.
-UNREAD_SECONDS = 60.0
-
-
-async def _admit(request: Request) -> None:
-    admit(request, request.app.state.tercet_callers, _edge(request).incarnation, ASKS_FOR_A_KEY)
-
-
-router = APIRouter(prefix=API_PREFIX, tags=["tercet"], dependencies=[Depends(_admit)])
 
 
 class TercetEndpoints:
@@ -91,8 +73,6 @@ class TercetEndpoints:
         settings = parse_settings(settings_of(transfer))
         secret = settings.fleet_secret
         state.tercet_stop_grace = settings.stop_grace
-        state.tercet_max_request_bytes = settings.max_request_bytes
-        state.tercet_callers = callers_of(args, secret)
         name = os.environ.get(ENGINE_NAME_VARIABLE) or f"{args.host or 'localhost'}:{args.port}"
         require_engine_name(name, ENGINE_NAME_VARIABLE)
         lora = engine_client.vllm_config.lora_config
@@ -102,6 +82,10 @@ class TercetEndpoints:
         end_with_failures()
         most = settings.max_request_bytes
         attached = state.tercet = await AttachedEngine.attach(engine_client, name, secret, adapters, most)  # type: ignore[arg-type]
+        state.tercet_verbs = VerbServer(
+            verbs.EdgeVerbs(attached.edge), attached.router_connections, callers_of(args, secret), ASKS_FOR_A_KEY,
+            "this engine (max_request_bytes in kv_connector_extra_config)", most,
+        )  # fmt: skip
         state.tercet_prefillers = settings.allowed_prefillers()
         for_all = clients_see_traces() or settings.client_traces
         state.tercet_trace_keys = None if for_all else BearerKeys(secrets_of(secret))
@@ -147,25 +131,54 @@ async def _stopping_when_empty(lifespan: Lifespan, app: FastAPI) -> AsyncGenerat
 async def _on_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, TercetError):
         raise error
-    return error_response(error, getattr(request.app.state, "tercet_callers", None))
+    return error_response(error, None)
 
 
-def _attached(request: Request) -> AttachedEngine:
-    return request.app.state.tercet
+ROUTES = [*verb_routes.ROUTES]
+"""The routes of an engine on vLLM: those of every engine, and those of its LoRA adapters."""
 
 
-def _edge(request: Request) -> Edge:
-    return _attached(request).edge
+def _adapters(http: Request) -> Adapters:
+    return http.app.state.tercet.adapters
 
 
-async def _call(request: Request, kind: type[T]) -> T:
-    most: int = request.app.state.tercet_max_request_bytes
-    return await call_in(request, kind, most, "this engine (max_request_bytes in kv_connector_extra_config)")
+@verb_route(ROUTES, "GET", "/adapters")
+async def _list_adapters(server: VerbServer, http: Request, call: None) -> Any:
+    """List the LoRA adapters of this engine: name, path, and a digest of their contents."""
+    return await _adapters(http).reports()
 
 
-def _body(kind: type) -> dict[str, Any]:
+@verb_route(ROUTES, "POST", "/adapters", LoadAdapterCall)
+async def _load_adapter(server: VerbServer, http: Request, call: LoadAdapterCall) -> Any:
+    """Load a LoRA adapter, if `VLLM_ALLOW_RUNTIME_LORA_UPDATING` allows it."""
+    return await _adapters(http).load(call.name, call.path)
+
+
+@verb_route(ROUTES, "PUT", "/adapters/{name:path}", ReplaceAdapterCall)
+async def _replace_adapter(server: VerbServer, http: Request, call: ReplaceAdapterCall) -> Any:
+    """Use the name of a LoRA adapter for the files at this path from now on, unless requests use the adapter."""
+    return await _adapters(http).replace(http.path_params["name"], call.path)
+
+
+@verb_route(ROUTES, "DELETE", "/adapters/{name:path}")
+async def _unload_adapter(server: VerbServer, http: Request, call: None) -> Any:
+    """Accept no more requests for a LoRA adapter; running requests continue."""
+    await _adapters(http).unload(http.path_params["name"])
+    return {"unloaded": True}
+
+
+def _described(route: VerbRoute) -> dict[str, Any]:
+    """Return what FastAPI does not know of a route: its path's parameters, and the schema of its body."""
+    found: dict[str, Any] = {
+        "parameters": [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in re.findall(r"{(\w+)", route.path)
+        ]
+    }
+    if route.call is None:
+        return found
     # With its definitions inlined, since FastAPI collects only its own components.
-    (schema,), components = msgspec.json.schema_components([kind], ref_template="{name}")
+    (schema,), components = msgspec.json.schema_components([route.call], ref_template="{name}")
 
     def expand(node: Any) -> Any:
         if isinstance(node, dict):
@@ -174,155 +187,10 @@ def _body(kind: type) -> dict[str, Any]:
             return {key: expand(value) for key, value in node.items()}
         return [expand(item) for item in node] if isinstance(node, list) else node
 
-    content = {"schema": expand(schema)}
-    return {"requestBody": {"required": True, "content": dict.fromkeys((JSON, MSGPACK), content)}}
+    content = {form: {"schema": expand(schema)} for form in (JSON, MSGPACK)}
+    return {**found, "requestBody": {"required": True, "content": content}}
 
 
-@router.post("/prep_recv", openapi_extra=_body(PrepRecvCall))
-async def prep_recv(request: Request) -> Response:
-    """Match `prompt[:end]` in the prefix cache and reserve blocks for the rest, under a lease."""
-    call = await _call(request, PrepRecvCall)
-    with logged_call("prep_recv", call, request.headers, _edge(request).model_of(call)):
-        return json_response(await verbs.prep_recv(_edge(request), call))
-
-
-@router.post("/remote_send", openapi_extra=_body(RemoteSendCall))
-async def remote_send(request: Request) -> Response:
-    """Get the KV of `prompt[begin:end)` and push it into a reservation; optionally sample the first token."""
-    call = await _call(request, RemoteSendCall)
-    with logged_call("remote_send", call, request.headers, _edge(request).model_of(call)):
-        return json_response(await unless_disconnected(request, verbs.remote_send(_edge(request), call)))
-
-
-@router.post("/start_generate", openapi_extra=_body(StartGenerateCall))
-async def start_generate(request: Request) -> Response:
-    """Prefill `prompt[begin:]` and decode; server-sent events, one answer (`stream: false`), or a `router`'s stream."""
-    call = await _call(request, StartGenerateCall)
-    with lines_of_call(request.headers):
-        if call.router is not None:
-            link = await _attached(request).router_connections.connect(call.router.address, call.router.key)
-            await verbs.stream(_edge(request), call, link, call.router.number)
-            return json_response({"accepted": True})
-        outputs = verbs.start_generate(_edge(request), call)
-        if not call.stream:
-            return json_response(await unless_disconnected(request, _collect(outputs)))
-        # Await the first output before sending the status line, so that invalid input is still a 4xx.
-        first = await unless_disconnected(request, anext(outputs))
-    return StreamingResponse(_events(first, outputs), media_type="text/event-stream")
-
-
-@router.post("/connect", openapi_extra=_body(ConnectCall))
-async def connect(request: Request) -> Response:
-    """Connect to a router. The engine then sends token streams and load reports to that router."""
-    router = (await _call(request, ConnectCall)).router
-    await _attached(request).router_connections.connect(router.address, router.key)
-    return json_response({"connected": True})
-
-
-@router.post("/abort", openapi_extra=_body(AbortCall))
-async def abort(request: Request) -> Response:
-    """End all work of this engine for a sequence; unknown ids are ignored."""
-    call = await _call(request, AbortCall)
-    return json_response({"aborted": await _edge(request).abort(call.seq_id)})
-
-
-@router.post("/release", openapi_extra=_body(ReleaseCall))
-async def release(request: Request) -> Response:
-    """End a lease; KV that arrived under it stays in the prefix cache."""
-    call = await _call(request, ReleaseCall)
-    return json_response(ReleaseAnswer(valid_end=await _edge(request).leases.release(call.lease)))
-
-
-@router.get("/status")
-async def status(request: Request) -> Response:
-    """Report this engine's load, and its leases and sends."""
-    return json_response(await _edge(request).status())
-
-
-@router.get("/sequences")
-async def sequences(request: Request) -> Response:
-    """List the sequences that this engine generates now: id, tokens, blocks, whether it runs, age, and router."""
-    return json_response(await _edge(request).generated.reports())
-
-
-@router.get("/leases/{seq_id:path}")
-async def leases(request: Request, seq_id: str) -> Response:
-    """Tell the lives of a sequence's latest leases: seconds, ledger, state and cause of each step."""
-    return json_response([each.report() for each in _edge(request).leases.stories(seq_id)])
-
-
-@router.post("/sequences/{seq_id:path}/move", openapi_extra=_body(MoveCall))
-async def propose_move(request: Request, seq_id: str) -> Response:
-    """Pass a proposal to move a sequence on to the router that runs the sequence."""
-    call = await _call(request, MoveCall)
-    _edge(request).generated.propose_move(seq_id, call)
-    return json_response({"accepted": True}, 202)
-
-
-@router.get("/adapters")
-async def adapters(request: Request) -> Response:
-    """List the LoRA adapters of this engine: name, path, and a digest of their contents."""
-    return json_response(await _attached(request).adapters.reports())
-
-
-@router.post("/adapters", openapi_extra=_body(LoadAdapterCall))
-async def load_adapter(request: Request) -> Response:
-    """Load a LoRA adapter, if `VLLM_ALLOW_RUNTIME_LORA_UPDATING` allows it."""
-    call = await _call(request, LoadAdapterCall)
-    return json_response(await _attached(request).adapters.load(call.name, call.path))
-
-
-@router.put("/adapters/{name:path}", openapi_extra=_body(ReplaceAdapterCall))
-async def replace_adapter(request: Request, name: str) -> Response:
-    """Use the name of a LoRA adapter for the files at this path from now on, unless requests use the adapter."""
-    call = await _call(request, ReplaceAdapterCall)
-    return json_response(await _attached(request).adapters.replace(name, call.path))
-
-
-@router.delete("/adapters/{name:path}")
-async def unload_adapter(request: Request, name: str) -> Response:
-    """Accept no more requests for a LoRA adapter; running requests continue."""
-    await _attached(request).adapters.unload(name)
-    return json_response({"unloaded": True})
-
-
-async def _events(first: Output, rest: AsyncGenerator[Output, None]) -> AsyncGenerator[bytes, None]:
-    """Yield outputs as server-sent events. If the caller reads nothing for :data:`UNREAD_SECONDS`, end its sequence."""
-    encoder = msgspec.json.Encoder()
-    loop, closing = asyncio.get_running_loop(), list[asyncio.Future[None]]()
-
-    def give_up() -> None:  # while the caller has the event, ``rest`` does not run
-        closing.append(asyncio.ensure_future(rest.aclose()))
-
-    output: Output | None = first
-    try:
-        while output is not None:
-            unread = loop.call_later(UNREAD_SECONDS, give_up)
-            try:
-                yield b"data: " + encoder.encode(output) + b"\n\n"
-            finally:
-                unread.cancel()
-            if closing:
-                await closing[0]
-                raise DeadlineExceeded(f"the caller read nothing for {UNREAD_SECONDS:.0f} s")
-            output = await anext(rest, None)
-    except TercetError as error:
-        yield b"data: " + encoder.encode(error.to_wire()) + b"\n\n"
-    finally:
-        await rest.aclose()
-
-
-async def _collect(outputs: AsyncGenerator[Output, None]) -> Output:
-    collected = [output async for output in outputs]
-    if not collected:
-        raise UnknownSequence("the sequence was aborted before its first token", "seq_id")
-    finish_reason: FinishReason | None = collected[-1].finish_reason
-    has_logprobs = any(output.logprobs is not None for output in collected)
-    return Output(
-        token_ids=tuple(token for output in collected for token in output.token_ids),
-        finish_reason=finish_reason,
-        stop_reason=collected[-1].stop_reason,
-        logprobs=tuple(at for output in collected for at in output.logprobs or ()) if has_logprobs else None,
-        prompt_logprobs=collected[0].prompt_logprobs,
-        usage=collected[0].usage,
-    )
+router = APIRouter(prefix=API_PREFIX, tags=["tercet"])
+for each in ROUTES:
+    router.add_api_route(each.path, each.answer, methods=[each.method], openapi_extra=_described(each))

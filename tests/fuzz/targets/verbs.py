@@ -31,6 +31,7 @@ from tercet.engine.agents import AgentCalls
 from tercet.engine.edge import Edge
 from tercet.engine.interface import EngineDescription
 from tercet.engine.liveness_probe import LivenessProbe
+from tercet.engine.verbs import EdgeVerbs
 from tercet.protocol import EngineLoad
 from tercet.protocol.names import AllowedPrefillers
 from tercet.protocol.wire import API_PREFIX
@@ -43,6 +44,7 @@ from tercet.vllm_plugin.endpoint import TercetEndpoints
 from tercet.vllm_plugin.start.plugin_settings import MAX_REQUEST_BYTES, PluginSettings
 from tercet.wire.callers import Callers
 from tercet.wire.client import StreamListener
+from tercet.wire.serving.verb_routes import VerbServer
 from tercet.wire.streams import router_connection
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Named
@@ -273,8 +275,9 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
         app = FastAPI()
         TercetEndpoints().attach_router(app)
         app.state.tercet = attached
-        app.state.tercet_callers = Callers([])
-        app.state.tercet_max_request_bytes = PluginSettings().max_request_bytes
+        app.state.tercet_verbs = VerbServer(
+            EdgeVerbs(edge), attached.router_connections, Callers([]), "", "", PluginSettings().max_request_bytes
+        )
         app.state.tercet_prefillers = AllowedPrefillers("", "prefill_hosts")
         loads: list[EngineLoad] = []
         try:

@@ -109,7 +109,7 @@ class House:
         engine, remote = self.engine, self.remote
         self.requests = PrefilledRequests(client, engine, remote)  # type: ignore[arg-type]
         state = State({"tercet_prefillers": AllowedPrefillers(allowed, "prefill_hosts")})
-        state.tercet_trace_keys, state.tercet_callers = BearerKeys(()), Callers(())
+        state.tercet_trace_keys, state.tercet_verbs = BearerKeys(()), SimpleNamespace(callers=Callers(()))
         self.layer = PrefillerHeader(self.app, state)
         self.sent = list[Any]()
         self.state = waiting(remote_prefill_cached_tokens=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -37,13 +38,16 @@ from tercet.protocol import (
 )
 from tercet.protocol.wire import ReleaseCall, RemoteSendCall
 from tercet.transport import Push, SendDone
-from tercet.vllm_plugin import endpoint
 from tercet.vllm_plugin.core.connector_messages import TercetParams
 from tercet.vllm_plugin.core.core_methods import CoreCalls, end_send, push_cached, push_longest
 from tercet.vllm_plugin.edge.llm_requests import LLMGeneration, LLMRequest
-from tercet.vllm_plugin.endpoint import TercetEndpoints, _call
+from tercet.vllm_plugin.endpoint import TercetEndpoints
 from tercet.vllm_plugin.start.plugin_settings import MAX_REQUEST_BYTES, parse_settings
 from tercet.wire.callers import Callers, Prover, digest_of
+from tercet.wire.serving import verb_routes
+from tercet.wire.serving.http_server import call_in
+from tercet.wire.serving.server_access import ASKS_FOR_A_KEY
+from tercet.wire.serving.verb_routes import EventStream, VerbServer
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .tiny_engine import LAYOUT, NO_ADAPTERS, FakeAgent
@@ -215,10 +219,11 @@ def app() -> FastAPI:
     """An engine's server, of which the verbs are never reached."""
     found = FastAPI()
     TercetEndpoints().attach_router(found)
-    found.state.tercet = SimpleNamespace(edge=SimpleNamespace(incarnation="i"))
-    found.state.tercet_callers = Callers(())
+    verbs: Any = SimpleNamespace(incarnation="i")
+    connections: Any = None
+    taker = "this engine (max_request_bytes in kv_connector_extra_config)"
+    found.state.tercet_verbs = VerbServer(verbs, connections, Callers(()), ASKS_FOR_A_KEY, taker, MOST)
     found.state.tercet_prefillers = None
-    found.state.tercet_max_request_bytes = MOST
     return found
 
 
@@ -249,7 +254,7 @@ async def test_one_that_is_just_as_large_is_read(path: str, app: FastAPI) -> Non
     assert answer.status_code == 400  # spaces are no call
 
 
-async def test_what_is_read_is_the_call(app: FastAPI) -> None:
+async def test_what_is_read_is_the_call() -> None:
     messages = [
         {"type": "http.request", "body": b'{"lease":', "more_body": True},
         {"type": "http.request", "body": b'"l"}', "more_body": False},
@@ -258,8 +263,8 @@ async def test_what_is_read_is_the_call(app: FastAPI) -> None:
     async def receive() -> Any:
         return messages.pop(0)
 
-    request: Any = SimpleNamespace(app=app, receive=receive, headers={}, scope={"headers": []}, state=None)
-    assert msgspec.to_builtins(await _call(request, ReleaseCall)) == {"lease": "l"}
+    request: Any = SimpleNamespace(receive=receive, headers={}, scope={"headers": []}, state=None)
+    assert msgspec.to_builtins(await call_in(request, ReleaseCall, MOST, "this engine")) == {"lease": "l"}
 
 
 async def test_a_packed_call_is_read_as_well() -> None:
@@ -268,15 +273,13 @@ async def test_a_packed_call_is_read_as_well() -> None:
     async def receive() -> Any:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    state = SimpleNamespace(tercet_max_request_bytes=MOST)
     request: Any = SimpleNamespace(
-        app=SimpleNamespace(state=state),
         receive=receive,
         headers={},
         state=None,
         scope={"headers": [(b"content-type", b"application/msgpack")]},
     )
-    assert msgspec.to_builtins(await _call(request, ReleaseCall)) == {"lease": "l"}
+    assert msgspec.to_builtins(await call_in(request, ReleaseCall, MOST, "this engine")) == {"lease": "l"}
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -315,7 +318,7 @@ async def test_without_a_key_no_page_calls_a_verb(path: str, page: dict[str, str
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_stranger_gets_a_challenge_and_a_member_answers_it(path: str, app: FastAPI) -> None:
-    app.state.tercet_callers = Callers(["secret"])
+    app.state.tercet_verbs = replace(app.state.tercet_verbs, callers=Callers(["secret"]))
     prover, body = Prover("secret"), b"not json"
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
@@ -400,7 +403,7 @@ async def test_an_end_without_a_token_is_the_engines() -> None:
 
 @pytest.mark.parametrize("reads", [True, False])
 async def test_events_that_nobody_reads(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "UNREAD_SECONDS", 60.0 if reads else 0.02)
+    monkeypatch.setattr(verb_routes, "UNREAD_SECONDS", 60.0 if reads else 0.02)
     ended = asyncio.Event()
 
     async def outputs() -> AsyncGenerator[Output, None]:
@@ -411,7 +414,7 @@ async def test_events_that_nobody_reads(reads: bool, monkeypatch: pytest.MonkeyP
             ended.set()
 
     rest = outputs()
-    events = endpoint._events(await anext(rest), rest)
+    events: Any = EventStream(await anext(rest), rest).body_iterator
     found = [await anext(events)]
     if not reads:
         await asyncio.wait_for(ended.wait(), LONGEST_WAIT_S)

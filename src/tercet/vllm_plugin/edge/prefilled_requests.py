@@ -86,7 +86,7 @@ class PrefillerHeader:
                     said = NamedPrefillers(allowed.named(named), held)
                     if wants_trace(headers):
                         if (keys := self._state.tercet_trace_keys) is not None:
-                            require_trace_reader(scope, keys, is_keyed=bool(self._state.tercet_callers))
+                            require_trace_reader(scope, keys, is_keyed=bool(self._state.tercet_verbs.callers))
                         send = TracingSend(send, said.traces)
                 except TercetError as error:
                     refusal = Response(error_body(scope["path"], error), error.status, media_type=JSON)

@@ -1,10 +1,10 @@
-"""The HTTP server of a process's own application, and what the routes of engines and of stores have in common."""
+"""The HTTP server of a process's own application; how its routes read calls, and answer with values and errors."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -15,12 +15,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, ExceptionHandler
 
-from tercet.logs import lines_of_call
 from tercet.protocol import TercetError, Unauthorized
-from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.request_checks import VERB_FORMS, labelled
-from tercet.protocol.wire import API_PREFIX, JSON, decode_call, require_incarnation
-from tercet.wire.callers import CHALLENGE_HEADER, Callers, ShownHeaders, require_digest, require_own_call
+from tercet.protocol.wire import JSON, decode_call
+from tercet.wire.callers import CHALLENGE_HEADER, Callers, require_digest
 from tercet.wire.serving.answers import until_left
 from tercet.wire.serving.client_connection import BoundedProtocol
 from tercet.wire.serving.server_access import BodyPieces, read_whole
@@ -90,38 +88,7 @@ async def served(app: ASGIApp, at: socket.socket | tuple[str, int], **options: A
         await serving
 
 
-# ---- routes of the verbs ---------------------------------------------------------------------------------------------
-
-
-def admit(request: Request, callers: Callers, incarnation: str, asks_for_a_key: str) -> None:
-    """Raise ``Unauthorized`` for a caller outside the fleet, ``Conflict`` for a call to an earlier incarnation."""
-    # Without a secret a page in a browser could call this server in the name of its user.
-    if not callers:
-        require_own_call(ShownHeaders.of_asgi(request.scope["headers"]), request.client and request.client.host)
-    path = request.scope["path"].partition(API_PREFIX)[2]
-    shown = request.headers.getlist("authorization")
-    request.state.tercet_digest = callers.require(shown, request.method, path, asks_for_a_key)
-    require_incarnation(request.headers.get(INCARNATION_HEADER), incarnation)
-
-
-Handler = Callable[[Request], Awaitable[Any]]
-
-
-def answered(
-    handler: Handler, callers: Callers, incarnation: str, asks_for_a_key: str
-) -> Callable[[Request], Awaitable[Response]]:
-    """Return a route's handler that admits the caller before it calls ``handler``, and answers with its value as JSON.
-
-    Log lines meanwhile have the id of the call. A ``Response`` is answered as it is.
-    """
-
-    async def answer(request: Request) -> Response:
-        admit(request, callers, incarnation, asks_for_a_key)
-        with lines_of_call(request.headers):
-            found = await handler(request)
-        return found if isinstance(found, Response) else json_response(found)
-
-    return answer
+# ---- calls and answers -----------------------------------------------------------------------------------------------
 
 
 async def call_in(

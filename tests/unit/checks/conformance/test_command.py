@@ -47,7 +47,7 @@ async def test_a_sound_engine_has_exit_code_0() -> None:
 
 async def test_a_failure_shows_the_call_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = FAULTS["releases what it does not hold"]
-    monkeypatch.setattr(sim_server, "Verbs", lambda engine, keys, model: WrongVerbs(engine, keys, model, planted))
+    monkeypatch.setattr(sim_server, "SimVerbs", lambda engine, keys, model: WrongVerbs(engine, keys, model, planted))
     result = await called_on_an_engine("--only", "double-release")
     assert result.exit_code == 1
     assert "\ndouble-release: the status is 200, and must be 404\n" in result.stdout

@@ -15,7 +15,7 @@ from tercet_checks.conformance.trials import CHECKS, NEEDS_PEER, CheckResult
 from tercet_lab.sim import sim_server
 from tercet_lab.sim.sim_engine import SimEngine
 from tercet_lab.sim.sim_server import ServerConfig, serving
-from tercet_lab.sim.sim_verbs import Verbs
+from tercet_lab.sim.sim_verbs import SimVerbs
 from tests.long_runs import FULL
 from tests.unit.lab.sim.models import profile_of
 
@@ -35,10 +35,10 @@ def results_of(
     """Run the suite, or some checks, in virtual time against an engine with this fault, and a peer that has none."""
     loop = NetworkedLoop()
 
-    def verbs_of(engine: SimEngine, keys: Sequence[str], model: str) -> Verbs:
+    def verbs_of(engine: SimEngine, keys: Sequence[str], model: str) -> SimVerbs:
         if fault is not None and engine.name == WRONG:
             return WrongVerbs(engine, keys, model, fault)
-        return Verbs(engine, keys, model)
+        return SimVerbs(engine, keys, model)
 
     async def main() -> list[CheckResult]:
         ready, never = [], asyncio.Event()
@@ -61,7 +61,7 @@ def results_of(
             peer = None if alone else f"http://{HOST}:8002"
             return await run_checks(f"http://{HOST}:8001", peer, secret, 10.0, only)
 
-    monkeypatch.setattr(sim_server, "Verbs", verbs_of)
+    monkeypatch.setattr(sim_server, "SimVerbs", verbs_of)
     with _virtual_clocks(loop):
         try:
             found = loop.run_until_complete(main())

@@ -28,7 +28,7 @@ from tercet.protocol import (
 from tercet.protocol.wire import API_PREFIX
 from tercet.wire.serving.http_server import error_response, json_response
 from tercet_lab.sim import SimEngine
-from tercet_lab.sim.sim_verbs import Verbs
+from tercet_lab.sim.sim_verbs import SimVerbs
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 # The fields of an answer's status and body, which a fault may change.
@@ -54,7 +54,7 @@ def fault(*checks: str, secret: str = "") -> Callable[[Callable[[WrongVerbs], No
     return add
 
 
-class WrongVerbs(Verbs):
+class WrongVerbs(SimVerbs):
     """The verbs of an engine with one fault, which changes requests, answers, outputs, or the engine itself."""
 
     def __init__(self, engine: SimEngine, keys: Sequence[str], model: str, planted: Fault) -> None:

@@ -12,16 +12,14 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from tercet.protocol import BadRequest, EngineUnreachable, TercetError, Unauthorized
 from tercet.wire.client import HttpEngine, StreamListener, engine_tls
-from tercet.wire.serving.http_server import error_handlers
 from tercet.wire.serving.http_server import served as serving_http
 from tercet_lab.sim.sim_engine import SimEngine
-from tercet_lab.sim.sim_verbs import HttpNetwork, Verbs
+from tercet_lab.sim.sim_verbs import HttpNetwork, SimVerbs
 from tests.abort import abort
 from tests.servers import served
 from tests.unit.lab.sim.models import profile_of, request_of
@@ -37,8 +35,8 @@ async def engine_served(
     profile = profile_of(QUICK, 1000)
     async with aiohttp.ClientSession() as session:
         network = HttpNetwork(profile.transfer, session)
-        verbs = Verbs(SimEngine("e", profile, network), keys)
-        app = Starlette(routes=verbs.routes(), exception_handlers=error_handlers(verbs.callers))
+        verbs = SimVerbs(SimEngine("e", profile, network), keys)
+        app = verbs.app()
 
         async def note(scope: Scope, receive: Receive, send: Send) -> None:
             seen.append(Headers(scope=scope).get("authorization"))

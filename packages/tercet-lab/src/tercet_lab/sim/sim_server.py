@@ -15,7 +15,6 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
-from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -37,17 +36,16 @@ from tercet.wire.client import remote_prefill
 from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.answers import require_trace_reader, wants_trace
-from tercet.wire.serving.http_server import error_handlers, json_response, served, unless_disconnected
+from tercet.wire.serving.http_server import json_response, served, unless_disconnected
+from tercet.wire.serving.verb_routes import event_stream, together
 from tercet_lab.sim.engine_options import EngineOptions
 from tercet_lab.sim.sim_engine import SimEngine
 from tercet_lab.sim.sim_verbs import (
     HeldBodies,
     HttpNetwork,
-    Verbs,
+    SimVerbs,
     call_in,
-    event_stream,
     text_of,
-    together,
     tokens_of,
 )
 from tercet_lab.sim.step_times import Profile
@@ -276,13 +274,12 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
     ):
         network = HttpNetwork(profile.transfer, session, secret or api_key)
         engine = SimEngine(config.name, profile, network, config.options, address=config.url)
-        verbs = Verbs(engine, [*secrets_of(secret), api_key], config.model)
+        verbs = SimVerbs(engine, [*secrets_of(secret), api_key], config.model)
         openai = OpenAI(
             engine, config.model, config.root, allowed, remote, _trace_rule(secret, bool(secret or api_key))
         )
-        app = Starlette(routes=[*verbs.routes(), *openai.routes()], exception_handlers=error_handlers(verbs.callers))
         try:
-            async with served(HeldBodies(app), (config.host, config.port)):
+            async with served(HeldBodies(verbs.app(openai.routes())), (config.host, config.port)):
                 try:
                     yield engine
                 finally:

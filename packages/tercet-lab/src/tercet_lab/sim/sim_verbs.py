@@ -10,31 +10,31 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import aiohttp
 import msgspec
+from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
-from starlette.responses import StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tercet.aio import TaskSet
 from tercet.engine.edge import propose_move
 from tercet.engine.leases import time_to_live
-from tercet.logs import LoggedGeneration, is_access_logged, logged_call
+from tercet.logs import LoggedGeneration, is_access_logged
 from tercet.protocol import (
     BadRequest,
     Content,
     EngineError,
+    EngineStatus,
     KVAddrInfo,
-    Output,
     OutputStream,
     Request,
     Reservation,
+    Sent,
+    SequenceReport,
     TercetError,
     UnknownSequence,
 )
@@ -42,22 +42,27 @@ from tercet.protocol.request_checks import VERB_FORMS
 from tercet.protocol.wire import (
     API_PREFIX,
     JSON,
-    AbortCall,
-    ConnectCall,
     MoveCall,
     PrepRecvAnswer,
     PrepRecvCall,
-    ReleaseAnswer,
-    ReleaseCall,
     RemoteSendCall,
+    SequenceCall,
     StartGenerateCall,
 )
 from tercet.router.request_bodies import LARGEST_AT_ONCE, BodiesHeld
 from tercet.wire.callers import Callers, Prover, ShownHeaders
 from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer
 from tercet.wire.serving import http_server
-from tercet.wire.serving.http_server import answered, error_response, json_response, unless_disconnected
+from tercet.wire.serving.http_server import error_handlers, error_response
 from tercet.wire.serving.server_access import read_whole
+from tercet.wire.serving.verb_routes import (
+    LONGEST_BODY,
+    ROUTES,
+    VerbRoute,
+    VerbServer,
+    starlette_routes,
+    verb_route,
+)
 from tercet.wire.streams import RouterConnection, RouterConnections, SequenceSender
 from tercet_lab.sim.block_pool import VOCABULARY, Prompt
 from tercet_lab.sim.network import Network, SendTarget
@@ -65,7 +70,7 @@ from tercet_lab.sim.sim_engine import SimEngine
 from tercet_lab.sim.step_times import Transfer
 
 C = TypeVar("C")
-DELIVER = f"{API_PREFIX}/sim/deliver"
+DELIVER = "/sim/deliver"
 ADDRESS = re.compile(r"http://[^/\s]{1,255}:[0-9]{1,5}")
 MOST_PEERS = 1024
 """Most engines whose proofs an engine remembers."""
@@ -112,12 +117,11 @@ class HttpNetwork(Network):
         async def ask(proof: dict[str, str]) -> aiohttp.ClientResponse:
             headers = {"content-type": JSON, **PLAIN, **proof}
             return await self._session.post(
-                url + DELIVER, data=data, headers=headers, timeout=ANSWER, allow_redirects=False
+                url + API_PREFIX + DELIVER, data=data, headers=headers, timeout=ANSWER, allow_redirects=False
             )
 
         try:
-            path = DELIVER.removeprefix(API_PREFIX)
-            async with await proved(prover, "POST", path, data, ask) as response:
+            async with await proved(prover, "POST", DELIVER, data, ask) as response:
                 status, body = response.status, await read_answer(response)
             said = msgspec.json.decode(body, type=str | None) if status == 200 else f"{status}"
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
@@ -143,8 +147,6 @@ class RemoteEngine:
         self._network.posting.spawn(self._network.deliver(self._url, delivery, answer))
 
 
-# Prompts of a million tokens are a few megabytes of JSON.
-LONGEST_BODY = 64 * 1024 * 1024
 # Options that a simulated engine does not support.
 REFUSED = ("logprobs", "prompt_logprobs", "structured_outputs")
 
@@ -161,97 +163,68 @@ def text_of(tokens: Sequence[int]) -> str:
     return "".join(f" w{token}" for token in tokens)
 
 
-class Verbs:
-    """The HTTP handlers of one engine's verbs.
+class SimVerbs:
+    """The verbs of one simulated engine, as its routes call them.
 
     If ``keys`` are given, a caller must prove or show one of them. The log names the model ``model``.
     """
 
     def __init__(self, engine: SimEngine, keys: Sequence[str] = (), model: str = "") -> None:
-        self._engine = engine
-        self._model = model
-        self.callers = Callers(keys)
-        self.relay = StreamRelay(RouterConnections(engine.name, engine.incarnation, engine.load, self._relay))
+        self._engine, self._model = engine, model
+        self.incarnation, self.callers = engine.incarnation, Callers(keys)
+        self.relay = StreamRelay(RouterConnections(engine.name, engine.incarnation, engine.load, self.stream))
+
+    def app(self, more: Sequence[Route] = ()) -> Starlette:
+        """Return the engine's application: the routes of its verbs, and ``more``."""
+        app = Starlette(routes=[*self.routes(), *more], exception_handlers=error_handlers(self.callers))
+        app.state.tercet = self._engine
+        app.state.tercet_verbs = VerbServer(self, self.relay.router_connections, self.callers, ASKS_FOR_A_KEY)
+        return app
 
     def routes(self) -> list[Route]:
-        verb = partial(
-            answered, callers=self.callers, incarnation=self._engine.incarnation, asks_for_a_key=ASKS_FOR_A_KEY
-        )  # fmt: skip
-        posts = (self.prep_recv, self.remote_send, self.start_generate, self.abort, self.release, self.connect)
-        return [
-            *(Route(f"{API_PREFIX}/{each.__name__}", verb(each), methods=["POST"]) for each in posts),
-            Route(DELIVER, verb(self.deliver), methods=["POST"]),
-            Route(f"{API_PREFIX}/status", verb(self.status)),
-            Route(f"{API_PREFIX}/sequences", verb(self.sequences)),
-            Route(f"{API_PREFIX}/sequences/{{seq_id:path}}/move", verb(self.propose_move), methods=["POST"]),
-        ]
+        return starlette_routes([*ROUTES, *DELIVERIES])
 
-    async def prep_recv(self, http: HttpRequest) -> Any:
-        call = await call_in(http, PrepRecvCall)
-        with logged_call("prep_recv", call, http.headers, call.adapter or self._model):
-            if call.lease is not None:
-                found, ttl = await self._engine.extend(call.lease, request_of(call), call.end)
-            else:
-                ttl = time_to_live(call.ttl, self._engine.options.lease_ttl)
-                found = await self._engine.reserve(request_of(call), call.end, ttl)
-            return PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl)
+    def model_of(self, call: SequenceCall) -> str:
+        return call.adapter or self._model
 
-    async def remote_send(self, http: HttpRequest) -> Any:
+    async def prep_recv(self, call: PrepRecvCall) -> PrepRecvAnswer:
+        if call.lease is not None:
+            found, ttl = await self._engine.extend(call.lease, request_of(call), call.end)
+        else:
+            ttl = time_to_live(call.ttl, self._engine.options.lease_ttl)
+            found = await self._engine.reserve(request_of(call), call.end, ttl)
+        return PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl)
+
+    async def remote_send(self, call: RemoteSendCall) -> Sent:
         """Prefill, then notify the receiver when the KV would have arrived."""
-        call = await call_in(http, RemoteSendCall)
         to = Reservation(call.kv_addr_info, call.kv_addr_info.begin)
-        with logged_call("remote_send", call, http.headers, call.adapter or self._model):
-            request, sample, only = request_of(call), call.sample, call.cached_only
-            sending = self._engine.remote_send(request, to, call.begin, call.end, sample, only)
-            return await unless_disconnected(http, sending)
+        return await self._engine.remote_send(
+            request_of(call), to, call.begin, call.end, call.sample, call.cached_only
+        )  # fmt: skip
 
-    async def start_generate(self, http: HttpRequest) -> Any:
-        """Decode. Send outputs to the call's router, or as server-sent events, or (``stream: false``) as one answer."""
-        call = await call_in(http, StartGenerateCall)
-        outputs = self._outputs(call)
-        if call.router is not None:
-            link = await self.relay.router_connections.connect(call.router.address, call.router.key)
-            self.relay.start(call.seq_id, link, call.router.number, len(call.output), outputs)
-            return {"accepted": True}
-        if call.stream:
-            return await event_stream(http, outputs)
-        whole = await unless_disconnected(http, together(outputs))
-        if not whole.token_ids:
-            raise UnknownSequence("the sequence was aborted before its first token", "seq_id")
-        return whole
-
-    async def _relay(self, call: StartGenerateCall, link: RouterConnection, number: int) -> None:
-        self.relay.start(call.seq_id, link, number, len(call.output), self._outputs(call))
-
-    def _outputs(self, call: StartGenerateCall) -> OutputStream:
+    def start_generate(self, call: StartGenerateCall) -> OutputStream:
         request = request_of(call)
         outputs = self._engine.start_generate(request, call.begin, call.output)
         if is_access_logged():
             given = request.num_tokens + len(call.output)
-            outputs.subscribe(LoggedGeneration(call.seq_id, call.adapter or self._model, given))
+            outputs.subscribe(LoggedGeneration(call.seq_id, self.model_of(call), given))
         return outputs
 
-    async def connect(self, http: HttpRequest) -> Any:
-        """Connect to a router, which then receives token streams and reports."""
-        router = (await call_in(http, ConnectCall)).router
-        await self.relay.router_connections.connect(router.address, router.key)
-        return {"connected": True}
+    async def stream(self, call: StartGenerateCall, link: RouterConnection, number: int) -> None:
+        self.relay.start(call.seq_id, link, number, len(call.output), self.start_generate(call))
 
-    async def abort(self, http: HttpRequest) -> Any:
-        call = await call_in(http, AbortCall)
-        known = self._engine.works_on(call.seq_id)
-        await self._engine.abort(call.seq_id)
-        return {"aborted": known}
+    async def abort(self, seq_id: str) -> bool:
+        known = self._engine.works_on(seq_id)
+        await self._engine.abort(seq_id)
+        return known
 
-    async def release(self, http: HttpRequest) -> Any:
-        call = await call_in(http, ReleaseCall)
-        return ReleaseAnswer(valid_end=await self._engine.release(call.lease))
+    async def release(self, lease: str) -> int:
+        return await self._engine.release(lease)
 
-    async def status(self, http: HttpRequest) -> Any:
+    async def status(self) -> EngineStatus:
         return await self._engine.status()
 
-    async def sequences(self, http: HttpRequest) -> Any:
-        """Answer with the sequences that are generated here, with the router of each."""
+    async def sequences(self) -> list[SequenceReport]:
         senders = self.relay.senders
         return [
             msgspec.structs.replace(found, router=senders[found.seq_id].connection.address)
@@ -260,20 +233,25 @@ class Verbs:
             for found in await self._engine.sequences()
         ]
 
-    async def propose_move(self, http: HttpRequest) -> Any:
-        """Forward a proposal to move a sequence to the router that runs the sequence."""
-        call = await call_in(http, MoveCall)
-        senders = {found.seq_id: self.relay.senders.get(found.seq_id) for found in await self._engine.sequences()}
-        propose_move(senders, http.path_params["seq_id"], call)
-        return json_response({"accepted": True}, 202)
+    def leases(self, seq_id: str) -> NoReturn:
+        raise UnknownSequence("seq_id: a simulated engine keeps no stories of leases", "seq_id")
 
-    async def deliver(self, http: HttpRequest) -> Any:
-        """Record a delivery from a sender in another process. Answer with the refusal, or null."""
-        news = await call_in(http, Delivery)
-        refusal = self._engine.refuses_content(news.lease, news.content)
-        if refusal is None:
-            self._engine.take_in(news.lease, news.begin, news.content.end)
-        return refusal
+    def propose_move(self, seq_id: str, call: MoveCall) -> None:
+        senders = {found.seq_id: self.relay.senders.get(found.seq_id) for found in self._engine.reports()}
+        propose_move(senders, seq_id, call)
+
+
+DELIVERIES = list[VerbRoute]()
+
+
+@verb_route(DELIVERIES, "POST", DELIVER, Delivery)
+async def _deliver(server: VerbServer, http: HttpRequest, news: Delivery) -> Any:
+    """Record a delivery from a sender in another process. Answer with the refusal, or null."""
+    engine: SimEngine = http.app.state.tercet
+    refusal = engine.refuses_content(news.lease, news.content)
+    if refusal is None:
+        engine.take_in(news.lease, news.begin, news.content.end)
+    return refusal
 
 
 def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Request:
@@ -321,57 +299,6 @@ class HeldBodies:
 
             if whole:
                 await self._app(scope, again, send)
-
-
-class EventStream(StreamingResponse):
-    """Values as server-sent events, then ``end``; ``rest`` is closed on every way out.
-
-    An error after the first value is the last event.
-    """
-
-    def __init__(self, first: Any, rest: OutputStream | AsyncGenerator[Any, None], end: bytes) -> None:
-        super().__init__(self._events(first), media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._rest, self._end = rest, end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._rest):
-            await super().__call__(scope, receive, send)
-
-    async def _events(self, first: Any) -> AsyncGenerator[bytes]:
-        yield _event(first)
-        try:
-            async for value in self._rest:
-                yield _event(value)
-        except TercetError as error:
-            yield _event(error.to_wire())
-        if self._end:
-            yield self._end
-
-
-async def event_stream(
-    http: HttpRequest, values: OutputStream | AsyncGenerator[Any, None], end: bytes = b""
-) -> EventStream:  # fmt: skip
-    """Return an answer with values as server-sent events, then ``end``.
-
-    The first value is awaited before the status line is sent, so that invalid input is still answered with a 4xx.
-    """
-    try:
-        return EventStream(await unless_disconnected(http, anext(values)), values, end)
-    except BaseException:
-        await values.aclose()
-        raise
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-async def together(outputs: OutputStream | AsyncGenerator[Output, None]) -> Output:
-    """Collect all outputs into one."""
-    async with aclosing(outputs):
-        found = [output async for output in outputs]
-    tokens = tuple(token for output in found for token in output.token_ids)
-    return Output(tokens, found[-1].finish_reason, usage=found[0].usage)
 
 
 class StreamRelay:
