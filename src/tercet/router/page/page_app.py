@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from tercet import __version__
 from tercet.protocol import MethodNotAllowed, TercetError, Unauthorized, UnknownPath
-from tercet.router.page.records import About, FleetPoint, ReportedLoads
+from tercet.router.page.records import About, FleetPoint, reported_loads
 from tercet.router.page.watch import POINTS, SECONDS, FleetWatch, History, OtherWorkers, Viewers, about_service, joined
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.shared_state import SharedState
@@ -221,13 +221,14 @@ def page_of(state: SharedState, keys: RouterKeys, model: str, shutdown: Shutdown
         return joined([history.points(), *await state.traces.histories(POINTS)])
 
     def watch() -> FleetWatch:
-        return FleetWatch(service, ReportedLoads(fleet), about, epoch)
+        fleet.knowledge.start_reports()
+        return FleetWatch(service, reported_loads(fleet), about, epoch)
 
     others = OtherWorkers(state.traces.others, state.traces.frames_of)
     viewers = Viewers(watch, lambda: len(fleet.members), lambda: shutdown.has_begun, others)
     state.traces.frames = lambda: viewers.stream(viewers.enter_worker())
     epoch = time.time() - fleet.costs.clock()
     since = round(unix_time(), 3)
-    history = History(service, ReportedLoads(fleet), unix_time)
+    history = History(service, reported_loads(fleet), unix_time)
     state.traces.history = history.points
     return PageApp(viewers, history, past, keys.access, keys.clients, admin_apart)

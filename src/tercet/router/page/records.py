@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -432,31 +432,18 @@ KV, RUNNING, WAITING, STEP = range(4)
 _SCALES = np.array([1000.0, 1.0, 1.0, 1e6])
 
 
-class LoadSource(Protocol):
-    """The source of engines' reports."""
-
-    def begin(self) -> None:
-        """Start the engines' reports."""
-        ...
-
-    def table(self, members: Sequence[Member]) -> NDArray[np.float64]:
-        """Return a row per member: KV usage (0 to 1), running, waiting, step time (seconds); NaN without a report."""
-        ...
+# Returns a row per member: KV usage (0 to 1), running, waiting, step time (seconds); NaN without a report.
+LoadTable = Callable[[Sequence[Member]], NDArray[np.float64]]
 
 
-class ReportedLoads:
-    """The reports that a router has received from its engines."""
+def reported_loads(fleet: EngineFleet) -> LoadTable:
+    """Return the table of the reports that a router has received from its engines."""
 
-    def __init__(self, fleet: EngineFleet) -> None:
-        self._fleet = fleet
-
-    def begin(self) -> None:
-        self._fleet.knowledge.start_reports()
-
-    def table(self, members: Sequence[Member]) -> NDArray[np.float64]:
-        loads = self._fleet.knowledge.loads
-        rows = self._fleet.knowledge.rows([member.name for member in members])
+    def table(members: Sequence[Member]) -> NDArray[np.float64]:
+        loads, rows = fleet.knowledge.loads, fleet.knowledge.rows([member.name for member in members])
         return np.stack([loads.column(name, rows) for name in ("kv_usage", "running", "waiting", "step_time")], axis=1)
+
+    return table
 
 
 class FirstTokenTimes:
@@ -498,7 +485,7 @@ class FirstTokenTimes:
 class EngineRows:
     """The rows of all engines that are drawn, of the last frame."""
 
-    def __init__(self, fleet: EngineFleet, loads: LoadSource, ttfts: FirstTokenTimes) -> None:
+    def __init__(self, fleet: EngineFleet, loads: LoadTable, ttfts: FirstTokenTimes) -> None:
         self._fleet = fleet
         self._loads = loads
         self._ttfts = ttfts
@@ -510,7 +497,7 @@ class EngineRows:
     def look(self) -> tuple[list[Seat] | None, list[list[int]]]:
         """Return the engines if the list has changed, otherwise None, and the rows that have changed."""
         members = list(self._fleet.members)
-        table = self._loads.table(members)
+        table = self._loads(members)
         rows = np.zeros((len(members), 7), dtype=np.int64)
         if members:
             rows[:, :4] = np.rint(np.nan_to_num(table) * _SCALES)

@@ -39,7 +39,7 @@ from tercet.router.page.records import (
     Frame,
     KeptLanes,
     Lanes,
-    LoadSource,
+    LoadTable,
     MoveShown,
     ProgramCounts,
     ProgramPoint,
@@ -443,7 +443,7 @@ class History:
     A point costs one pass over the running sequences; a request costs its share of the counts.
     """
 
-    def __init__(self, service: Service, loads: LoadSource, unix_time: Callable[[], float]) -> None:
+    def __init__(self, service: Service, loads: LoadTable, unix_time: Callable[[], float]) -> None:
         self._service = service
         self._loads = loads
         self._time = unix_time
@@ -473,7 +473,7 @@ class History:
 
     def take(self) -> None:
         """Add the point of the time since the last one."""
-        table = self._loads.table(list(self._service.fleet.members))
+        table = self._loads(list(self._service.fleet.members))
         running, waiting = map(int, np.rint(np.nan_to_num(table[:, (RUNNING, WAITING)])).sum(axis=0))
         self._points.append(self._counts.take(self._time(), running, waiting))
 
@@ -552,17 +552,16 @@ MOVES_PER_FRAME = 100
 class FleetWatch:
     """Frames of a service's fleet; the caller closes it, and until then the service reports sequences to it.
 
-    ``loads`` has the engines' reports; ``epoch`` (seconds) is added to times of the fleet's clock to get times of
-    frames. ``about`` returns the description of the service.
+    ``loads`` has the engines' reports, which its maker starts; ``epoch`` (seconds) is added to times of the fleet's
+    clock to get times of frames. ``about`` returns the description of the service.
     """
 
-    def __init__(self, service: Service, loads: LoadSource, about: Callable[[], About], epoch: float = 0.0) -> None:
+    def __init__(self, service: Service, loads: LoadTable, about: Callable[[], About], epoch: float = 0.0) -> None:
         self._service = service
         self._clock = service.fleet.costs.clock
         self._epoch = epoch
         self._about_now = about
         self._about: About | None = None
-        loads.begin()
         self.ttfts = FirstTokenTimes(self._clock)
         self._rows = EngineRows(service.fleet, loads, self.ttfts)
         self._lanes = Lanes(self._clock, self._time)

@@ -13,7 +13,7 @@ import pytest
 from tercet.protocol import EngineLoad, TercetError
 from tercet.router.observe.request_traces import RequestTraces, SharedTraces
 from tercet.router.page import watch
-from tercet.router.page.records import FleetPoint, ReportedLoads
+from tercet.router.page.records import FleetPoint, reported_loads
 from tercet.router.page.watch import KEPT, SECONDS, History, RecentRates, joined, rates_of
 from tests.clock import Clock
 from tests.longest_wait import until
@@ -24,7 +24,7 @@ from .test_page_app import CLIENT, app_of, bearer, client_of
 
 
 def history_of(router: LiveRouter, clock: Clock) -> History:
-    return History(router.service, ReportedLoads(router.fleet), clock)
+    return History(router.service, reported_loads(router.fleet), clock)
 
 
 async def test_a_point_has_what_happened_since_the_last_one(router: LiveRouter) -> None:
@@ -58,7 +58,7 @@ async def test_points_come_by_themselves_at_multiples_of_the_interval(
 ) -> None:
     monkeypatch.setattr(watch, "SECONDS", 0.05)
     loop = asyncio.get_running_loop()
-    kept = History(router.service, ReportedLoads(router.fleet), loop.time)
+    kept = History(router.service, reported_loads(router.fleet), loop.time)
     kept.begin()
     await until(lambda: len(kept.points()) >= 3)
 

@@ -22,7 +22,7 @@ from tercet.router.page.records import (
     LaneStart,
     MoveShown,
     ProgramPoint,
-    ReportedLoads,
+    reported_loads,
 )
 from tercet.router.page.watch import APART, FleetWatch, OtherWorkers, Viewers, about_service, added, numbered
 from tests.longest_wait import until
@@ -103,7 +103,7 @@ class Process:
 
         self.traces = SharedTraces(RequestTraces(), self.name, others)
         self.others = OtherWorkers(self.traces.others, self.traces.frames_of)
-        watch = lambda: FleetWatch(router.service, ReportedLoads(router.fleet), about, 1000.0)  # noqa: E731
+        watch = lambda: FleetWatch(router.service, reported_loads(router.fleet), about, 1000.0)  # noqa: E731
         self.viewers = Viewers(watch, lambda: 2, lambda: False, self.others)
         self.traces.frames = lambda: self.viewers.stream(self.viewers.enter_worker())
         names.append(self.name)

@@ -11,7 +11,7 @@ import pytest
 
 from tercet.protocol import NoSpace, ShuttingDown
 from tercet.router.page import watch as module
-from tercet.router.page.records import Frame, ReportedLoads
+from tercet.router.page.records import Frame, reported_loads
 from tercet.router.page.watch import FOR_ADMINS, MOST_PENDING, MOST_VIEWERS, FleetWatch, Viewers, about_service
 from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.unit.router.conftest import LiveRouter
@@ -31,7 +31,7 @@ class Gallery:
     def _watch(self) -> FleetWatch:
         self.made += 1
         service = self.router.service
-        return FleetWatch(service, ReportedLoads(self.router.fleet), lambda: about_service(service, "m"))
+        return FleetWatch(service, reported_loads(self.router.fleet), lambda: about_service(service, "m"))
 
     @property
     def is_quiet(self) -> bool:

@@ -25,8 +25,8 @@ from tercet.router.page.records import (
     Frame,
     Lanes,
     ProgramCounts,
-    ReportedLoads,
     percentile,
+    reported_loads,
 )
 from tercet.router.page.watch import FleetWatch, about_service
 from tercet.settings import RetryBudget
@@ -38,7 +38,7 @@ from .test_records import picture
 
 def watch_of(router: LiveRouter) -> FleetWatch:
     service = router.service
-    return FleetWatch(service, ReportedLoads(router.fleet), lambda: about_service(service, "m"), epoch=1000.0)
+    return FleetWatch(service, reported_loads(router.fleet), lambda: about_service(service, "m"), epoch=1000.0)
 
 
 def sequence(name: str = "s", tokens: int = 0, program: str = "x") -> RunningSequence:

@@ -35,9 +35,7 @@ class EngineLoads:
     def __init__(self, engines: Mapping[str, SimEngine | SimStore]) -> None:
         self._engines = engines
 
-    def begin(self) -> None: ...
-
-    def table(self, members: Sequence[Member]) -> NDArray[np.float64]:
+    def __call__(self, members: Sequence[Member]) -> NDArray[np.float64]:
         return np.array([_row(self._engines[member.name]) for member in members]).reshape(len(members), 4)
 
 
@@ -143,7 +141,7 @@ class EngineSamples:
         loop = asyncio.get_running_loop()
         while True:
             members = self._fleet.members
-            for member, row in zip(members, self._loads.table(members).tolist(), strict=True):
+            for member, row in zip(members, self._loads(members).tolist(), strict=True):
                 usage, running, waiting, step = row
                 self._table.append(
                     loop.time(), member.name, member.role, running, waiting, usage, step, member.name in self._paid
