@@ -284,7 +284,7 @@ anything = st.one_of(
 
 @given(st.lists(anything, min_size=1, max_size=4))
 def test_what_was_written_can_be_read_and_what_cannot_is_refused_before(wanted: list[Any]) -> None:
-    store = Memory()
+    store: Any = Memory()
     file = StateFile(Path("state"), store)
     file.update(lambda state: state, FIRST)
     for change in wanted:

@@ -37,7 +37,7 @@ from tercet.router.state.loaded_code import (
     number_at_start,
     scheduling_anywhere,
 )
-from tercet.router.state.state_store import LOCK_SECONDS, SharedTurn, StateStore
+from tercet.router.state.state_store import LOCK_SECONDS, FileTurn, LeaseTurn, StateStore
 from tercet.settings import EngineAddress
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class SharedState:
         self.found: FleetState  # the newest state that was read, also if it cannot be applied
         self.state: FleetState
 
-    def turn(self, what: str) -> SharedTurn:
+    def turn(self, what: str) -> FileTurn | LeaseTurn:
         """Return the lock for the task ``what``; one of the processes that share the state holds it."""
         return self._file.store.turn(what)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -49,61 +49,15 @@ class Stored(NamedTuple):
     mark: object
 
 
-class SharedTurn(Protocol):
-    """A lock that one process at a time holds, of all processes that share a store."""
-
-    @property
-    def name(self) -> str:
-        """Name of the lock in messages."""
-        ...
-
-    def take(self) -> bool:
-        """Take or keep the lock; return True if this process holds it now, and for some seconds.
-
-        Call it again before these seconds are over. Raises ``OSError`` or :class:`~tercet.protocol.TercetError` if the
-        holder is not known.
-        """
-        ...
-
-    def release(self) -> None:
-        """Release the lock if this process holds it."""
-        ...
-
-
-class StateStore(Protocol):
-    """A store; every method does I/O, and any process may call it. Errors are :class:`~tercet.protocol.TercetError`."""
-
-    @property
-    def name(self) -> str:
-        """Name of the store in messages."""
-        ...
-
-    def load(self) -> Stored:
-        """Return the content."""
-        ...
-
-    def store(self, content: bytes, since: object) -> bool:
-        """Replace the content if its mark is still ``since``; return False, without a change, if it is not."""
-        ...
-
-    def stamp(self) -> object:
-        """Return a value that differs after a change of the content, maybe with some delay."""
-        ...
-
-    def turn(self, what: str) -> SharedTurn:
-        """Return the lock for the task ``what``."""
-        ...
-
-
 class FileStore:
-    """A store in a file that is replaced as a whole; its locks are the kernel's, which end with their process."""
+    """A store in a file that is replaced as a whole; its locks are the kernel's, which end with their process.
+
+    As of each store, every method does I/O, and any process may call it. Errors are
+    :class:`~tercet.protocol.TercetError`.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @property
-    def name(self) -> str:
-        return str(self._path)
+        self._path, self.name = path, str(path)
 
     def load(self) -> Stored:
         """Return the content, which is also its mark."""
@@ -116,7 +70,7 @@ class FileStore:
         return Stored(content, content)
 
     def store(self, content: bytes, since: object) -> bool:
-        """Replace the content, see :meth:`StateStore.store`; one writer at a time compares and replaces."""
+        """Replace the content if its mark is still ``since``; return False, without a change, if it is not."""
         # Compare and replace under one lock: two processes that read the same content must not both write.
         with self._locked():
             if self.load().mark != since:
@@ -128,9 +82,11 @@ class FileStore:
             return True
 
     def stamp(self) -> object:
+        """Return a value that differs after a change of the content, maybe with some delay."""
         return stamp_of(self._path)
 
-    def turn(self, what: str) -> SharedTurn:
+    def turn(self, what: str) -> FileTurn:
+        """Return the lock for the task ``what``."""
         return FileTurn(Path(f"{self._path}.{what}.lock"))
 
     @contextmanager
@@ -163,15 +119,15 @@ class FileTurn:
     """A lock by a file. One thread calls its methods, also for callers that have stopped waiting."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self.name = path, str(path)
         self._held: int | None = None
 
-    @property
-    def name(self) -> str:
-        return str(self._path)
-
     def take(self) -> bool:
-        """Take the lock, see :meth:`SharedTurn.take`; this process holds it until it ends or releases it."""
+        """Take or keep the lock; return True if this process holds it now, and for some seconds: until it ends.
+
+        Call it again before these seconds are over. Raises ``OSError`` or :class:`~tercet.protocol.TercetError` if the
+        holder is not known.
+        """
         if self._held is None:
             found = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -308,15 +264,11 @@ class ConfigMapStore:
         clock: Callable[[], float] = time.monotonic,
         kinds: tuple[str, str] = ("ConfigMap", "Lease"),
     ) -> None:
-        self._ask, self._clock, self._kinds = ask, clock, kinds
-        self._namespace, self._called = namespace, name
+        self._ask, self._clock, (kind, self._kind_of_lease) = ask, clock, kinds
+        self._namespace, self._called, self.name = namespace, name, f"the {kind} {namespace}/{name}"
         self._objects = f"/api/v1/namespaces/{namespace}/configmaps"
         self._stamp: object = None
         self._looked: float | None = None
-
-    @property
-    def name(self) -> str:
-        return f"the {self._kinds[0]} {self._namespace}/{self._called}"
 
     def load(self) -> Stored:
         """Return the content with the object's version as mark."""
@@ -352,9 +304,9 @@ class ConfigMapStore:
         self._looked, self._stamp = self._clock(), found.mark
         return found
 
-    def turn(self, what: str) -> SharedTurn:
+    def turn(self, what: str) -> LeaseTurn:
         claim = LeaseClaim(name_of_this_process())
-        return LeaseTurn(self._ask, self._namespace, f"{self._called}-{what}", claim, self._clock, self._kinds[1])
+        return LeaseTurn(self._ask, self._namespace, f"{self._called}-{what}", claim, self._clock, self._kind_of_lease)
 
 
 class LeaseTurn:
@@ -363,17 +315,13 @@ class LeaseTurn:
     def __init__(
         self, ask: Ask, namespace: str, name: str, claim: LeaseClaim, clock: Callable[[], float], kind: str = "Lease"
     ) -> None:
-        self._ask, self._claim, self._clock, self._kind = ask, claim, clock, kind
-        self._namespace, self._called = namespace, name
+        self._ask, self._claim, self._clock = ask, claim, clock
+        self._called, self.name = name, f"the {kind} {namespace}/{name}"
         self._objects = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._changes = 0
 
-    @property
-    def name(self) -> str:
-        return f"the {self._kind} {self._namespace}/{self._called}"
-
     def take(self) -> bool:
-        """Take or keep the lock, see :meth:`.SharedTurn.take`; a short failure of the API server does not lose it."""
+        """Take or keep the lock, as :meth:`FileTurn.take`; a short failure of the API server does not lose it."""
         # Asked before each decision: the API server is called only when a renewal is due.
         now = self._clock()
         if self._claim.holds(now) and not self._claim.needs_renewal(now):
@@ -451,6 +399,9 @@ def require(status: int, found: Json, name: str, verbs: str) -> None:
     if status not in (OK, CREATED):
         hint = f"; its Role must allow {verbs}" if status == FORBIDDEN else ""
         raise EngineError(f"state: {name} cannot be used: HTTP {status}{hint}: {str(found.get('message', ''))[:300]}")
+
+
+StateStore = FileStore | ConfigMapStore
 
 
 def configmap_store(api: ApiAccess, given: str) -> ConfigMapStore:
