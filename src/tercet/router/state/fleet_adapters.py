@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 from tercet import logs
 from tercet.fleet import EngineFleet, Member
@@ -41,7 +41,7 @@ async def load_everywhere(fleet: EngineFleet, membership: Membership, name: str,
         if member.name not in had:  # requests may use it on an engine that had it before
             await _unload(member, name)
 
-    return await _everywhere(fleet, membership, path, lambda member: _load(member, name, path), undo)
+    return await _everywhere(fleet, membership, path, partial(_load, name=name, path=path), undo)
 
 
 async def replace_everywhere(
@@ -56,11 +56,12 @@ async def replace_everywhere(
 
     async def undo(member: Member) -> None:
         with suppress(TercetError):
-            if (await _replace(member, before.name, before.path)).digest == before.digest:
+            if (await _load(member, before.name, before.path, replaces=True)).digest == before.digest:
                 return
         await _unload(member, before.name)
 
-    return await _everywhere(fleet, membership, path, lambda member: _replace(member, before.name, path), undo)
+    change = partial(_load, name=before.name, path=path, replaces=True)
+    return await _everywhere(fleet, membership, path, change, undo)
 
 
 async def _everywhere(
@@ -130,38 +131,22 @@ class AdapterLoader:
                 await _load(member, declared.name, declared.path)
                 self._refused.pop(key, None)
                 await self._membership.ask([member])
-            except TercetError as error:
-                self._note_refusal(member, declared.name, error.message)
             except Exception as error:  # for example of a connection that was closed in the meantime
-                self._note_refusal(member, declared.name, f"{type(error).__name__}: {error}")
-
-    def _note_refusal(self, member: Member, name: str, reason: str) -> None:
-        key = id(member), name
-        if self._refused.get(key, ("", 0.0))[0] != reason:
-            said: dict[str, Any] = {"engine": member.name, "adapter": name, "reason": reason}
-            logs.ADAPTER_MISSING.tell(**said)
-        self._refused[key] = reason, time.monotonic()
+                reason = error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"
+                if refused is None or refused[0] != reason:
+                    logs.ADAPTER_MISSING.tell(engine=member.name, adapter=declared.name, reason=reason)
+                self._refused[key] = reason, time.monotonic()
 
 
 def _takes(member: Member) -> bool:
     return member.reachable and member.max_adapters > 0
 
 
-async def _load(member: Member, name: str, path: str) -> AdapterReport:
-    async with _in_time(member, name):
-        return await _of(member).load_adapter(name, path)
-
-
-async def _replace(member: Member, name: str, path: str) -> AdapterReport:
-    async with _in_time(member, name):
-        return await _of(member).replace_adapter(name, path)
-
-
-@asynccontextmanager
-async def _in_time(member: Member, name: str) -> AsyncGenerator[None]:
+async def _load(member: Member, name: str, path: str, replaces: bool = False) -> AdapterReport:
+    engine = _of(member)
     try:
         async with asyncio.timeout(LOAD_SECONDS):
-            yield
+            return await (engine.replace_adapter if replaces else engine.load_adapter)(name, path)
     except TimeoutError:
         raise EngineUnreachable(f"{member.name} has not loaded {name!r} within {LOAD_SECONDS:.0f} s") from None
 
