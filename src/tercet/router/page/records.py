@@ -7,7 +7,7 @@ times of a router, virtual times of a simulation. Lanes are a bounded sample of 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -276,8 +276,8 @@ MOST_OPEN = 24
 MOST_PER_SECOND = 6.0
 # Number of requests that are followed in addition because they move.
 MOST_MOVING = 8
-# Number of followed requests that a new viewer gets: the newest ones.
-KEPT = 48
+# Numbers of followed requests, of moves and of points of the charts that a new viewer gets: the newest ones.
+LANES_KEPT, MOVES_KEPT, POINTS_KEPT = 48, 60, 600
 # Largest number of spans of one request: a program may call more verbs than fit into a lane.
 MOST_SPANS = 64
 LONGEST_WORDS = 200
@@ -294,39 +294,44 @@ class Lane:
         self.spans = 0
 
 
-class KeptLanes:
-    """The records of the newest followed requests, for a new viewer."""
+class KeptRecords:
+    """What a new viewer gets of earlier frames: points of the charts, moves, and the newest followed requests."""
 
     def __init__(self) -> None:
-        self._lanes: OrderedDict[int, tuple[LaneStart, list[LaneSpan], list[LaneEnd]]] = OrderedDict()
+        self.points = deque[FleetPoint](maxlen=POINTS_KEPT)
+        self.moves = OrderedDict[int, MoveShown]()
+        self._lanes = OrderedDict[int, tuple[LaneStart, list[LaneSpan], list[LaneEnd]]]()
 
-    def add(self, starts: Iterable[LaneStart], spans: Iterable[LaneSpan], ends: Iterable[LaneEnd]) -> None:
-        """Add new records; those of a request that is not kept any more are dropped."""
-        self._lanes.update((start.lane, (start, [], [])) for start in starts)
-        for span in spans:
+    def add(self, frame: Frame) -> None:
+        """Add the new records of a frame; those of a request that is not kept any more are dropped."""
+        self.points.extend(frame.points)
+        self.moves.update((move.number, move) for move in frame.moves)
+        self._lanes.update((start.lane, (start, [], [])) for start in frame.lanes)
+        for span in frame.spans:
             if span.lane in self._lanes:
                 self._lanes[span.lane][1].append(span)
-        for end in ends:
+        for end in frame.ends:
             if end.lane in self._lanes:
                 self._lanes[end.lane][2].append(end)
-        while len(self._lanes) > KEPT:
-            self._lanes.popitem(last=False)
+        for kept, most in ((self.moves, MOVES_KEPT), (self._lanes, LANES_KEPT)):
+            while len(kept) > most:
+                kept.popitem(last=False)
 
-    def records(self) -> tuple[list[LaneStart], list[LaneSpan], list[LaneEnd]]:
+    def with_whole(self, frame: Frame) -> Frame:
+        """Return a whole frame with the kept points of the charts, and the other kept records after its own."""
         lanes = self._lanes.values()
-        return (
-            [start for start, _, _ in lanes], [span for _, spans, _ in lanes for span in spans],
-            [end for _, _, ends in lanes for end in ends],
+        return msgspec.structs.replace(
+            frame, points=[*self.points], lanes=[*frame.lanes, *(start for start, _, _ in lanes)],
+            spans=[*frame.spans, *(span for _, spans, _ in lanes for span in spans)],
+            ends=[*frame.ends, *(end for _, _, ends in lanes for end in ends)],
+            moves=[*frame.moves, *self.moves.values()],
         )  # fmt: skip
-
-    def clear(self) -> None:
-        self._lanes.clear()
 
 
 class Lanes:
     """The followed requests. ``to_time`` converts times of ``clock``, which is that of sequences, to times of frames.
 
-    New records are collected until :meth:`take` returns them and adds them to ``kept``.
+    New records are collected until :meth:`take` returns them.
     """
 
     def __init__(self, clock: Callable[[], float], to_time: Callable[[float], float]) -> None:
@@ -335,7 +340,6 @@ class Lanes:
         self._open: dict[RunningSequence, Lane] = {}
         self._number = 0
         self._allowance, self._allowed_at = MOST_PER_SECOND, clock()
-        self.kept = KeptLanes()
         self._started: list[LaneStart] = []
         self._spans: list[LaneSpan] = []
         self._ended: list[LaneEnd] = []
@@ -382,7 +386,6 @@ class Lanes:
             self._read(lane)
         taken = self._started, self._spans, self._ended
         self._started, self._spans, self._ended = [], [], []
-        self.kept.add(*taken)
         return taken
 
     def _read(self, lane: Lane) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from functools import cached_property
@@ -29,6 +29,7 @@ from tercet.router.observe.metrics import Metrics
 from tercet.router.observe.request_traces import SharedTraces
 from tercet.router.page.records import (
     LONGEST_WORDS,
+    MOVES_KEPT,
     RUNNING,
     WAITING,
     About,
@@ -37,7 +38,7 @@ from tercet.router.page.records import (
     FirstTokenTimes,
     FleetPoint,
     Frame,
-    KeptLanes,
+    KeptRecords,
     Lanes,
     LoadTable,
     MoveShown,
@@ -74,9 +75,7 @@ class OtherWorkers:
         self._tasks = TaskSet()
         self._known: dict[str, asyncio.Task[None]] = {}
         self._waiting: deque[Frame] = deque()
-        self._lanes = KeptLanes()
-        self._moves: OrderedDict[int, MoveShown] = OrderedDict()
-        self._points: deque[FleetPoint] = deque(maxlen=POINTS_KEPT)
+        self._kept = KeptRecords()
         self._ttfts: list[EngineTTFT] = []
 
     def __len__(self) -> int:
@@ -88,7 +87,8 @@ class OtherWorkers:
     def end(self) -> None:
         """Stop following the other workers, and drop their frames."""
         self._tasks.cancel()
-        for kept in (self._known, self._waiting, self._lanes, self._moves, self._points, self._ttfts):
+        self._kept = KeptRecords()
+        for kept in (self._known, self._waiting, self._ttfts):
             kept.clear()
 
     async def _find(self) -> None:
@@ -143,21 +143,14 @@ class OtherWorkers:
             ends=[*own.ends, *(each for frame in others for each in frame.ends)],
             moves=[*own.moves, *(each for frame in others for each in frame.moves)],
         )
-        self._points.extend(joined.points)
+        self._kept.points.extend(joined.points)
         for frame in others:
-            self._lanes.add(frame.lanes, frame.spans, frame.ends)
-            self._moves.update((move.number, move) for move in frame.moves)
-        while len(self._moves) > MOVES_KEPT:
-            self._moves.popitem(last=False)
+            self._kept.add(replace(frame, points=()))
         return joined
 
     def join_whole(self, own: Frame) -> Frame:
         """Return this worker's whole frame, joined with all records of others that are kept."""
-        lanes, spans, ends = self._lanes.records()
-        return replace(
-            own, points=[*self._points], lanes=[*own.lanes, *lanes], spans=[*own.spans, *spans],
-            ends=[*own.ends, *ends], moves=[*own.moves, *self._moves.values()],
-        )  # fmt: skip
+        return self._kept.with_whole(own)
 
 
 def numbered(frame: Frame, offset: int) -> Frame:
@@ -543,9 +536,6 @@ def joined(workers: Sequence[Sequence[FleetPoint]]) -> list[FleetPoint]:
 
 # ---- the observation of a fleet ------------------------------------------------------------------------------------
 
-# Number of points of the charts that a new viewer gets.
-POINTS_KEPT = 600
-MOVES_KEPT = 60
 MOVES_PER_FRAME = 100
 
 
@@ -566,13 +556,12 @@ class FleetWatch:
         self._rows = EngineRows(service.fleet, loads, self.ttfts)
         self._lanes = Lanes(self._clock, self._time)
         self._counts = PointCounts(service, self._time(self._clock()))
-        self._points: deque[FleetPoint] = deque(maxlen=POINTS_KEPT)
-        self._moves: OrderedDict[int, MoveShown] = OrderedDict()
+        self._kept = KeptRecords()
         self._move_begins: dict[int, float] = {}
         self._changed_moves: dict[int, MoveShown] = {}
         for move in list(service.moves.since(0))[-MOVES_KEPT:]:
             self._move_begins[move.number] = move.at - epoch
-            self._moves[move.number] = self._shown(move)
+            self._kept.moves[move.number] = self._shown(move)
         service.observers.append(self)
         service.moves.observer = self.moved
 
@@ -598,6 +587,8 @@ class FleetWatch:
         # A page shows some of the moves of a burst; the metrics count all of them.
         if move.number in self._changed_moves or len(self._changed_moves) < MOVES_PER_FRAME:
             self._changed_moves[move.number] = self._shown(move)
+        elif move.outcome != "under_way":
+            self._move_begins.pop(move.number, None)
         if move.outcome == "under_way":
             with suppress(UnknownSequence):
                 self._lanes.moves(self._service.sequences.named(move.seq_id))
@@ -614,32 +605,25 @@ class FleetWatch:
     def frame(self) -> Frame:
         engines, loads = self._rows.look()
         point = self._counts.take(self._time(self._clock()), self._rows.running, self._rows.waiting)
-        self._points.append(point)
         lanes, spans, ends = self._lanes.take()
         moves, self._changed_moves = self._changed_moves, {}
-        self._keep(moves)
         about = self._about_now()
         changed = about if about != self._about else None
         self._about = about
-        return Frame(
+        frame = Frame(
             t=point.t, about=changed, engines=engines, loads=loads or (), unseen=self._rows.unseen or (),
             points=[point], lanes=lanes or (), spans=spans or (), ends=ends or (), moves=tuple(moves.values()),
         )  # fmt: skip
+        self._kept.add(frame)
+        return frame
 
     def whole(self) -> Frame:
         """Return the whole state at the last frame, for a new viewer."""
-        lanes, spans, ends = self._lanes.kept.records()
-        return Frame(
-            t=round(self._counts.last, 3), whole=True, about=self._about, engines=self._rows.seats,
-            loads=self._rows.all(), unseen=self._rows.unseen, points=list(self._points),
-            lanes=lanes, spans=spans, ends=ends, moves=list(self._moves.values()),
-        )  # fmt: skip
-
-    def _keep(self, moves: dict[int, MoveShown]) -> None:
-        self._moves.update(moves)
-        while len(self._moves) > MOVES_KEPT:
-            number, _ = self._moves.popitem(last=False)
-            self._move_begins.pop(number, None)
+        now = round(self._counts.last, 3)
+        rows = self._rows
+        return self._kept.with_whole(
+            Frame(t=now, whole=True, about=self._about, engines=rows.seats, loads=rows.all(), unseen=rows.unseen)
+        )
 
     def _time(self, clock: float) -> float:
         return self._epoch + clock

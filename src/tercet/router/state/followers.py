@@ -286,22 +286,22 @@ class ProcessReports:
         return {each.name: EngineReport(each.in_flight, each.reachable, line_of(each)) for each in fleet.members}
 
     async def publish(self) -> None:
-        """Write this process's report; a failed write is logged once and retried later."""
+        """Write this process's report; the first of several failed writes is logged, and each is retried later."""
         try:
-            self.written(await self._shared.filed(self.write, self.own()))
+            await self._shared.filed(self.write, self.own())
         except EngineError as error:
-            self.written(error)
+            self._not_written(error)
 
-    def write(self, report: FollowerReport) -> OSError | None:
-        """Write a report; return the error if that failed. Call it in the file thread."""
+    def write(self, report: FollowerReport) -> None:
+        """Write a report, as :meth:`publish`. Call it in the file thread."""
         try:
             self._followers.write(report)
         except OSError as error:
-            return error
-        return None
+            self._not_written(error)
+        else:
+            self._unreported = False
 
-    def written(self, error: Exception | None) -> None:
-        """Log the first of several failed writes of this process's report; None is a successful write."""
-        if error is not None and not self._unreported:
+    def _not_written(self, error: Exception) -> None:
+        if not self._unreported:
             logger.error("state: cannot write this process's report for the other processes: %s", error)
-        self._unreported = error is not None
+        self._unreported = True

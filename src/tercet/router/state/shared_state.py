@@ -229,7 +229,7 @@ class SharedState:
         while True:
             await asyncio.sleep(ALONE_POLL_INTERVAL_S if is_alone else POLL_INTERVAL_S)
             try:
-                stamp, unwritten, is_alone = await self.filed(self._look_and_report, self.reports.own())
+                stamp, is_alone = await self.filed(self._look_and_report, self.reports.own())
             except EngineError as error:
                 # Log once that a state cannot be read; the last good state stays in use.
                 if self.reports.failure != error.message:
@@ -237,7 +237,6 @@ class SharedState:
                     logs.STATE_REFUSED.tell(version=self.state.version, reason=error.message)
                 self._metrics.fleet_state(self.state.version, True)
                 continue
-            self.reports.written(unwritten)
             if self._silence or stamp != self._stamp:
                 if self.reports.failure == self._silence:
                     self.reports.failure = ""
@@ -247,13 +246,13 @@ class SharedState:
     async def _others(self) -> Sequence[str]:
         return await self.filed(self._followers.names_of_others)
 
-    def _look_and_report(self, report: FollowerReport) -> tuple[object, OSError | None, bool]:
-        """Return the stamp of the stored state, the error of writing ``report``, and whether no other process follows.
+    def _look_and_report(self, report: FollowerReport) -> tuple[object, bool]:
+        """Write ``report``; return the stamp of the stored state, and whether no other process follows.
 
         It is one call, because each wakes two threads.
         """
-        stamp, unwritten = self._file.store.stamp(), self.reports.write(report)
-        return stamp, unwritten, self._followers.is_alone()
+        self.reports.write(report)
+        return self._file.store.stamp(), self._followers.is_alone()
 
     async def _catch_up(self, loaded: LoadedCode) -> None:
         """Apply the newest state completely, even if the caller has left."""

@@ -23,6 +23,7 @@ from tercet.router.page.records import (
     EngineTTFT,
     FirstTokenTimes,
     Frame,
+    KeptRecords,
     Lanes,
     ProgramCounts,
     percentile,
@@ -191,14 +192,16 @@ def test_lanes_are_a_bounded_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(started) <= MOST_OPEN
     for each in running:
         found.ends(each, None, None)
+    kept = KeptRecords()
     for _ in range(50):  # that end at once
         now += 1.0
         each = sequence()
         found.begins(each, Trace())
         found.ends(each, 0.5, None)
-        found.take()
-    starts, _, ends = found.kept.records()
-    assert len(starts) == len(ends) == records.KEPT
+        starts, _, ends = found.take()
+        kept.add(Frame(t=now, lanes=starts, ends=ends))
+    whole = kept.with_whole(Frame(t=now, whole=True))
+    assert len(whole.lanes) == len(whole.ends) == records.LANES_KEPT
 
 
 def test_a_lane_has_room_for_so_many_verbs() -> None:
