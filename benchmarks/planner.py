@@ -45,7 +45,7 @@ from tercet_lab.bench.simulated import (
 from tercet_lab.planner_settings import PlannerSettings
 from tercet_lab.sim import EngineOptions, load_profile
 from tercet_lab.sim.step_times import StepModel, pairs_of
-from tercet_lab.tables import MS, Slo
+from tercet_lab.slo import MS, Slo
 
 BLOCK = 512
 INTERVAL_S = 60.0

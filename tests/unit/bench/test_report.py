@@ -19,7 +19,8 @@ from tercet_bench.experiment import ratios_of
 from tercet_bench.figures import draw
 from tercet_lab.bench.results import BenchResult, Point, Ratio, load_result, save_result, summarize, three_digits
 from tercet_lab.drawing import require_drawing
-from tercet_lab.tables import RequestRow, Slo
+from tercet_lab.slo import Slo
+from tercet_lab.tables import RequestRow
 from tests.unit.lab.bench.golden_images import check_image
 
 CHANCE = np.random.default_rng(11)

@@ -14,8 +14,10 @@ from tercet.decisions.objectives import Attainment, Attainments, meets, within
 from tercet.protocol import BadRequest, Request
 from tercet.settings.declaration import Source, decode_settings
 from tercet.settings.fleet_settings import ObjectiveClass, Objectives, require_objectives
-from tercet_lab.bench.simulated.scenario import classed, slo_of_class, weights_of
-from tercet_lab.tables import Requests, Slo
+from tercet_lab.bench.simulated.scenario import classed, slo_of_class
+from tercet_lab.planner_settings import weights_of
+from tercet_lab.slo import Slo
+from tercet_lab.tables import Requests
 
 LATENCY = st.none() | st.floats(0.001, 10)
 

@@ -30,8 +30,9 @@ from tercet.protocol.headers import CHAT
 from tercet.router.batches.batch_files import BatchFiles
 from tercet.router.batches.batch_runner import BatchRunner
 from tercet.router.serve.service import Service
-from tercet_lab.bench.simulated.moving_fleet import MovingSettings, build_fleet
+from tercet_lab.bench.simulated.moving_fleet import build_fleet
 from tercet_lab.bench.simulated.scenario import parse_fleet
+from tercet_lab.planner_settings import MovingSettings
 from tercet_lab.sim import EngineOptions, SimEngine, run_virtual
 
 pytestmark = pytest.mark.slow

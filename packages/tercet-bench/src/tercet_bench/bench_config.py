@@ -6,21 +6,21 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from tercet.settings import Setting, Settings, Source, decode_settings, read_yaml
 from tercet.settings.process_settings import URL_VARIABLE
-from tercet_bench.traffic import PromptAs
 from tercet_lab.bench.workloads import Phase, parse_phases
 from tercet_lab.bench.workloads.conversations import Arrival, refuse
 from tercet_lab.bench.workloads.recorded import is_one_trace
-from tercet_lab.tables import Goodput, Slo
+from tercet_lab.slo import Goodput, Slo
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Whole = Annotated[int, msgspec.Meta(ge=1)]
 Config = TypeVar("Config", bound="BenchConfig")
+PromptAs = Literal["tokens", "text"]
 DEFAULT_PROMPTS = 100
 TARGET, LOAD, WORK, REQUESTS, OUTPUT = "Target", "Load", "Workload", "Requests", "Output"
 SECRET_HEADERS = ("authorization", "api-key", "x-api-key", "cookie")

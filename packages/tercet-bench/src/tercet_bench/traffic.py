@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TextIO, cast
+from typing import Any, TextIO, cast
 
 import aiohttp
 import msgspec
@@ -26,11 +26,11 @@ from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.wire.client.bounded_answers import reason_of
+from tercet_bench.bench_config import PromptAs
 from tercet_bench.openai_client import COMPLETIONS, Client, PreparedCall, Reading, body_of
 from tercet_lab.bench.workloads import Conversation, ConversationTurn, Vocabulary
 from tercet_lab.tables import RequestRow
 
-PromptAs = Literal["tokens", "text"]
 # A server on a busy machine takes long for its first answer.
 ASK_SECONDS = 30.0
 DEEPEST = 32

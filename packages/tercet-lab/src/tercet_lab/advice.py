@@ -18,7 +18,7 @@ from tercet_lab import DEFAULT_PROFILE
 from tercet_lab.bench.simulated.experiment import Experiment, Fleet, Run, Work
 from tercet_lab.sim import EngineOptions, Profile, load_profile, options_from
 from tercet_lab.sim.step_times import StepModel, pairs_of
-from tercet_lab.tables import Slo
+from tercet_lab.slo import Slo
 
 SHARED, SPLIT = "data_parallel", "disaggregated"
 ARGS: Mapping[str, Mapping[str, str]] = {SHARED: {"pick": "least_loaded"}, SPLIT: {}}

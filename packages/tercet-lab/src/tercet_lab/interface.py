@@ -16,10 +16,11 @@ from tercet_lab.bench.simulated.capacity import Capacity, capacity_of
 from tercet_lab.bench.simulated.experiment import Experiment, Fleet, Planner, Run, Work
 from tercet_lab.bench.simulated.experiment import moves as moves_of
 from tercet_lab.bench.simulated.grid import Grid, grid_of
-from tercet_lab.bench.simulated.moving_fleet import MovingSettings
 from tercet_lab.bench.simulated.recording import Record
 from tercet_lab.bench.simulated.virtual_run import Outcome
-from tercet_lab.tables import Requests, Slo
+from tercet_lab.planner_settings import MovingSettings
+from tercet_lab.slo import Slo
+from tercet_lab.tables import Requests
 
 Program = str | Callable[..., Any]
 

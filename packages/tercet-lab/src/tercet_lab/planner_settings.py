@@ -1,15 +1,25 @@
-"""Settings of a planner's decisions, with their bounds."""
+"""Settings of simulated fleets that are those of routers and planners, with their bounds."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest
+from tercet.settings import MoveSettings, RescheduleSettings
 from tercet.settings.declaration import NotNegative, Seconds, Setting, Settings
-from tercet.settings.fleet_settings import Objectives
+from tercet.settings.fleet_settings import (
+    DEFAULT_CLASS,
+    OBJECTIVES,
+    Objectives,
+    RolesBy,
+    SessionSettings,
+    require_objectives,
+)
 
 PLANNER = "Planner"
 NO_PLANNER = "none"
@@ -70,3 +80,50 @@ def require_planner(planner: str, planning: PlannerSettings, roles: str, objecti
         raise BadRequest("planner: needs objectives; set --objective-ttft and --objective-tpot", "planner")
     if roles == "auto":
         raise BadRequest("planner: changes roles itself; remove --roles auto", "planner")
+
+
+class MovingSettings(Settings, frozen=True):
+    """The settings of ``tercet router`` for moves, sessions, objectives and roles, and of ``tercet planner``."""
+
+    moves: MoveSettings = MoveSettings()
+    reschedule: RescheduleSettings = RescheduleSettings()
+    objectives: Objectives = Objectives()
+    sessions: SessionSettings = SessionSettings()
+    roles: RolesBy = "fixed"
+    planner: PlannedBy = NO_PLANNER
+    planning: PlannerSettings = PlannerSettings()
+    class_traffic: Annotated[
+        Mapping[str, str],
+        Setting(
+            "Frequency of a class among simulated requests: NAME=WEIGHT; `default` is requests without a class. "
+            "Repeatable",
+            panel=OBJECTIVES,
+        ),
+    ] = {}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        weights_of(self.class_traffic, self.objectives)
+        require_objectives(self.roles, self.objectives)
+        require_planner(self.planner, self.planning, self.roles, self.objectives)
+
+
+def weights_of(traffic: Mapping[str, str], objectives: Objectives) -> dict[str, float]:
+    """Return the weight of each class. Raise :class:`~tercet.protocol.BadRequest` for an unknown or missing class."""
+    known, flag = [DEFAULT_CLASS, *(each.name for each in objectives.classes)], "class-traffic"
+    found = dict[str, float]()
+    for name, given in traffic.items():
+        if name not in known:
+            raise BadRequest(
+                f"{flag}: {name} is not a class of the configuration; choose from {', '.join(known)}", flag
+            )
+        try:
+            found[name] = float(given)
+        except ValueError:
+            found[name] = 0.0
+        if not 0 < found[name] < math.inf:
+            raise BadRequest(f"{flag}: the weight of {name} is {given!r}, and must be a positive number", flag)
+    missing = [each.name for each in objectives.classes if each.name not in found]
+    if missing:
+        raise BadRequest(f"{flag}: the weight of class {missing[0]} is missing; give it", flag)
+    return found

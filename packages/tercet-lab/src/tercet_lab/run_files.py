@@ -24,7 +24,8 @@ from tercet_lab.bench.simulated.experiment import Run
 from tercet_lab.bench.simulated.grid import Grid
 from tercet_lab.bench.simulated.simulation import SimulatedPoint
 from tercet_lab.bench.simulated.sweep import grid_from
-from tercet_lab.tables import MOST_READ, REQUEST_COLUMNS, Kind, Requests, Slo, Table
+from tercet_lab.slo import Slo
+from tercet_lab.tables import MOST_READ, REQUEST_COLUMNS, Kind, Requests, Table
 
 KIND = "tercet.lab run"
 FORMAT = 1

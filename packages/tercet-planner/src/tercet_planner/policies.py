@@ -29,7 +29,7 @@ from tercet_lab.bench.simulated.virtual_run import run_requests
 from tercet_lab.planner_settings import PlannerSettings
 from tercet_lab.sim import EngineOptions
 from tercet_lab.sim.engine_options import max_tokens_of
-from tercet_lab.tables import Slo
+from tercet_lab.slo import Slo
 from tercet_planner.forecast import Forecast
 from tercet_planner.planner import Evaluate, Planner
 

@@ -19,7 +19,8 @@ from tercet_lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec, S
 from tercet_lab.bench.simulated.sweep import parse_axis, sweep
 from tercet_lab.bench.simulated.virtual_run import run_once
 from tercet_lab.sim import EngineOptions
-from tercet_lab.tables import Requests, Slo
+from tercet_lab.slo import Slo
+from tercet_lab.tables import Requests
 
 PROFILE = "llama-3.1-8b-h100-tp1"
 WORK = SyntheticWorkload(rate=8, requests=30, input_mean=300, output_mean=20)

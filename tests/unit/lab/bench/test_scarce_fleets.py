@@ -8,9 +8,9 @@ import pytest
 
 from tercet.programs import load_program
 from tercet.settings import RescheduleSettings
-from tercet_lab.bench.simulated.moving_fleet import MovingSettings
 from tercet_lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet
 from tercet_lab.bench.simulated.virtual_run import run_once
+from tercet_lab.planner_settings import MovingSettings
 from tercet_lab.sim import EngineOptions
 from tests.long_runs import FULL
 

@@ -28,7 +28,7 @@ from tercet_lab.bench.workloads.conversations import gaps_of
 from tercet_lab.sim import EngineOptions, options_from
 from tercet_lab.sim.block_pool import Prompt, Run
 from tercet_lab.sim.network import Send
-from tercet_lab.tables import Slo
+from tercet_lab.slo import Slo
 
 PROFILE = "llama-3.1-8b-h100-tp1"
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet_lab.bench.results import Distribution, most_at_once, summarize
-from tercet_lab.tables import RequestRow, Requests, Slo
+from tercet_lab.slo import Slo
+from tercet_lab.tables import RequestRow, Requests
 
 FLAT = (
     "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",

@@ -30,7 +30,8 @@ from tercet_lab.bench.simulated.works import Fixed, Lognormal, Normal, Poisson, 
 from tercet_lab.interface import max_rate, simulate, stream, sweep
 from tercet_lab.run_files import load
 from tercet_lab.sim import EngineOptions, Network, Profile, SimEngine, load_profile, run_virtual, shipped_profiles
-from tercet_lab.tables import Requests, Slo, Table
+from tercet_lab.slo import Slo
+from tercet_lab.tables import Requests, Table
 
 __all__ = [
     "METRICS", "Advice", "Capacity", "EngineGroup", "EngineOptions", "Experiment", "Fault", "Fixed", "Fleet",

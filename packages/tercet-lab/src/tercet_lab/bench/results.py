@@ -19,7 +19,8 @@ from tercet import __version__
 from tercet.aio.files import read_named
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
-from tercet_lab.tables import MS, Floats, RequestRow, Requests, Slo
+from tercet_lab.slo import MS, Slo
+from tercet_lab.tables import Floats, RequestRow, Requests
 
 FORMAT = 1
 PACKAGES = ("aiohttp", "msgspec", "numpy", "uvloop", "tokenizers", "transformers")

@@ -51,7 +51,7 @@ def advise(
     from tercet_lab.advice import HEADINGS, rows_of
     from tercet_lab.advice import advise as advise_on
     from tercet_lab.bench.simulated.works import Trace
-    from tercet_lab.tables import Goodput, limits_of
+    from tercet_lab.slo import Goodput, limits_of
 
     if not trace.is_file():
         raise BadRequest(f"--trace: there is no file {trace}", "--trace")

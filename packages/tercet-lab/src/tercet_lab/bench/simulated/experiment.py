@@ -28,7 +28,7 @@ from tercet.settings import Source, declared, decode_settings, encode_settings
 from tercet.settings.fleet_settings import Objectives
 from tercet_lab import DEFAULT_PROFILE
 from tercet_lab.bench.results import Summary, achieved, summarize
-from tercet_lab.bench.simulated.moving_fleet import MOVE_COLUMNS, MovingSettings
+from tercet_lab.bench.simulated.moving_fleet import MOVE_COLUMNS
 from tercet_lab.bench.simulated.recording import ENGINE_COLUMNS, Record
 from tercet_lab.bench.simulated.scenario import (
     Fault,
@@ -42,9 +42,10 @@ from tercet_lab.bench.simulated.scenario import (
 from tercet_lab.bench.simulated.simulation import SimulatedPoint, SimulationReport, made_good, point_of, shown
 from tercet_lab.bench.simulated.steady import Steady, steady_of
 from tercet_lab.bench.simulated.virtual_run import Outcome, run_once
-from tercet_lab.planner_settings import NO_PLANNER, PlannerSettings
+from tercet_lab.planner_settings import NO_PLANNER, MovingSettings, PlannerSettings
 from tercet_lab.sim import EngineOptions, load_profile, options_from
-from tercet_lab.tables import Goodput, Kind, Requests, Slo, Table
+from tercet_lab.slo import Goodput, Slo
+from tercet_lab.tables import Kind, Requests, Table
 
 Note = Callable[[str], object]
 Work = SyntheticWorkload | PlannedWorkload

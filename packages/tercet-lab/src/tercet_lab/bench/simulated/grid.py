@@ -31,14 +31,15 @@ from tercet.protocol import BadRequest, EngineError
 from tercet.settings import Source, declared, decode_settings, encode_settings
 from tercet.settings.declaration import near
 from tercet_lab.bench.simulated.experiment import Experiment, Fleet, Note
-from tercet_lab.bench.simulated.moving_fleet import MovingSettings
 from tercet_lab.bench.simulated.recording import Record
 from tercet_lab.bench.simulated.run_metrics import Metric, metric_of
 from tercet_lab.bench.simulated.scenario import PlannedWorkload, SyntheticWorkload
 from tercet_lab.bench.simulated.simulation import SimulatedPoint
 from tercet_lab.bench.workloads.conversations import refuse
+from tercet_lab.planner_settings import MovingSettings
 from tercet_lab.sim import EngineOptions
-from tercet_lab.tables import Kind, Requests, Slo, Table, require_table_file
+from tercet_lab.slo import Slo
+from tercet_lab.tables import Kind, Requests, Table, require_table_file
 
 MOVING = {each.key for each in declared(MovingSettings)}
 PARTS = ("program", "fleet", "profile", "work", "scheduling", "slo", "moves", "planner", "predict_error")

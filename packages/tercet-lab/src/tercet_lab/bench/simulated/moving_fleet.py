@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,11 +33,10 @@ from tercet.router.serve.moves import MoveRecord, Rescheduler
 from tercet.router.serve.service import Service
 from tercet.router.serve.sessions import MoveEnd, PinEnd, Ran, Sessions
 from tercet.router.state.roles import INTERVAL_S, FleetRoles, seen_for_roles, with_roles_followed
-from tercet.settings import MoveSettings, RescheduleSettings, RetryBudget, RouterSettings, Settings
-from tercet.settings.declaration import Setting
-from tercet.settings.fleet_settings import OBJECTIVES, Objectives, RolesBy, SessionSettings, require_objectives
-from tercet_lab.bench.simulated.scenario import Fault, FleetSpec, members_of, store_names, weights_of
-from tercet_lab.planner_settings import NO_PLANNER, PlannedBy, PlannerSettings, require_planner
+from tercet.settings import RetryBudget, RouterSettings
+from tercet.settings.fleet_settings import Objectives
+from tercet_lab.bench.simulated.scenario import Fault, FleetSpec, members_of, store_names
+from tercet_lab.planner_settings import NO_PLANNER, MovingSettings
 from tercet_lab.sim import EngineOptions, Host, Network, Profile, SimEngine, load_profile, options_from
 from tercet_lab.sim.sim_store import SimStore
 from tercet_lab.tables import Kind, Table
@@ -85,32 +84,6 @@ class VirtualRoles:
 # Seconds between two checks for stuck engines, as in a router.
 WATCH_SECONDS = 0.5
 _UNCOUNTED = nullcontext()
-
-
-class MovingSettings(Settings, frozen=True):
-    """The settings of ``tercet router`` for moves, sessions, objectives and roles, and of ``tercet planner``."""
-
-    moves: MoveSettings = MoveSettings()
-    reschedule: RescheduleSettings = RescheduleSettings()
-    objectives: Objectives = Objectives()
-    sessions: SessionSettings = SessionSettings()
-    roles: RolesBy = "fixed"
-    planner: PlannedBy = NO_PLANNER
-    planning: PlannerSettings = PlannerSettings()
-    class_traffic: Annotated[
-        Mapping[str, str],
-        Setting(
-            "Frequency of a class among simulated requests: NAME=WEIGHT; `default` is requests without a class. "
-            "Repeatable",
-            panel=OBJECTIVES,
-        ),
-    ] = {}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        weights_of(self.class_traffic, self.objectives)
-        require_objectives(self.roles, self.objectives)
-        require_planner(self.planner, self.planning, self.roles, self.objectives)
 
 
 class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):

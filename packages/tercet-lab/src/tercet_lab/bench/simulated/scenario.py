@@ -27,7 +27,7 @@ from tercet_lab.bench.workloads.conversations import HashedWords, gaps_of, lengt
 from tercet_lab.bench.workloads.recorded import is_one_trace
 from tercet_lab.bench.workloads.rows import RecordedRows
 from tercet_lab.sim.sim_store import StoreSpec
-from tercet_lab.tables import Slo
+from tercet_lab.slo import Slo
 
 SHORT = re.compile(r"(\d+)P(\d+)D(@[^,=@]+)?")
 SIZES = re.compile(r"(\d+(?:\.\d+)?)([kMG]?)(?:\+(\d+(?:\.\d+)?)([kMG]?))?")
@@ -415,25 +415,6 @@ def predicted_tokens(request: Request) -> int | None:
     """Return the believed length of a request's answer; None without a prediction."""
     found = request.headers.get(PREDICTED)
     return None if found is None else int(found)
-
-
-def weights_of(traffic: Mapping[str, str], objectives: Objectives) -> dict[str, float]:
-    """Return the weight of each class. Raise :class:`~tercet.protocol.BadRequest` for an unknown or missing class."""
-    known, flag = [DEFAULT_CLASS, *(each.name for each in objectives.classes)], "class-traffic"
-    found = dict[str, float]()
-    for name, given in traffic.items():
-        unknown = f"{name} is not a class of the configuration; choose from {', '.join(known)}"
-        refuse(name not in known, flag, unknown)
-        try:
-            found[name] = float(given)
-        except ValueError:
-            found[name] = 0.0
-        wrong = not 0 < found[name] < math.inf
-        refuse(wrong, flag, f"the weight of {name} is {given!r}, and must be a positive number")
-    missing = [each.name for each in objectives.classes if each.name not in found]
-    if missing:
-        raise BadRequest(f"{flag}: the weight of class {missing[0]} is missing; give it", flag)
-    return found
 
 
 def classed(

@@ -24,7 +24,8 @@ from tercet_lab.bench.results import (
 from tercet_lab.bench.simulated.moving_fleet import MoveTotals, VirtualFlip
 from tercet_lab.bench.simulated.virtual_run import Outcome, PlannedRun
 from tercet_lab.sim.kv_usage import KVImbalance
-from tercet_lab.tables import Requests, Slo
+from tercet_lab.slo import Slo
+from tercet_lab.tables import Requests
 
 
 class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):

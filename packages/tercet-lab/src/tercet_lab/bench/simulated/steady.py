@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tercet_lab.bench.results import Summary, summarize
-from tercet_lab.tables import Requests, Slo
+from tercet_lab.slo import Slo
+from tercet_lab.tables import Requests
 
 BATCH = 5
 FEWEST = 100

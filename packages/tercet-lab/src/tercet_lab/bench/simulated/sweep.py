@@ -28,7 +28,7 @@ from tercet_lab.bench.simulated.run_metrics import metric_of
 from tercet_lab.bench.simulated.simulation import NONE, SimulatedPoint, bench_file, figure_headings, figures_of
 from tercet_lab.bench.workloads.conversations import refuse
 from tercet_lab.sim import load_profile
-from tercet_lab.tables import Slo
+from tercet_lab.slo import Slo
 
 SUMMED = ("completed", "failed", "interrupted", "fallbacks", "retries")
 MARKS: Mapping[Standing, str] = {"best": "*", "near": "~", "beaten": ""}

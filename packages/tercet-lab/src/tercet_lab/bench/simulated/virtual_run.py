@@ -26,7 +26,6 @@ from tercet.settings.fleet_settings import DEFAULT_CLASS, Objectives
 from tercet_lab.bench.simulated.moving_fleet import (
     MOVE_COLUMNS,
     MoveTotals,
-    MovingSettings,
     VirtualFleet,
     VirtualFlip,
     alongside,
@@ -45,9 +44,9 @@ from tercet_lab.bench.simulated.scenario import (
     requests_of,
     slo_of_class,
     turn_of,
-    weights_of,
     with_prediction,
 )
+from tercet_lab.planner_settings import MovingSettings, weights_of
 from tercet_lab.sim import EngineOptions, SimEngine, options_from, run_virtual
 from tercet_lab.sim.kv_usage import KVImbalance, UsageLog
 from tercet_lab.sim.sim_store import SimStore
