@@ -30,7 +30,7 @@ import psutil
 import typer
 from benchmarks.command_line import run
 
-from tercet.aio import signals_to
+from tercet.aio.tasks import signals_to
 from tercet.cli.terminal import note, show_table
 from tercet.cluster.model import resolve_tokenizer
 from tercet.cluster.ports import free_ports, url_of

@@ -18,7 +18,8 @@ from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
-from tercet.aio import TaskSet, tasks
+from tercet.aio import tasks
+from tercet.aio.tasks import TaskSet
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.sources import PACKAGES, PRODUCT
 
@@ -173,7 +174,7 @@ class _logged(logging.Handler):
 
 @asynccontextmanager
 async def kept(work: Callable[[], Awaitable[object]], works: Works) -> AsyncGenerator[Works]:
-    """Keep ``work`` by a :class:`~tercet.aio.TaskSet`, as the assembly of a process does."""
+    """Keep ``work`` by a :class:`~tercet.aio.tasks.TaskSet`, as the assembly of a process does."""
     background = TaskSet()
     task = background.keep(work, "loop")
     try:

@@ -29,7 +29,7 @@ class Size(NamedTuple):
 
 BUDGET = {
     "__init__": Size(12, 1),
-    "aio": Size(1130, 6),
+    "aio": Size(1108, 6),
     "cli": Size(4026, 21),
     "cluster": Size(4705, 17),
     "decisions": Size(5016, 21),
@@ -39,8 +39,8 @@ BUDGET = {
     "programs": Size(424, 3),
     "protocol": Size(3788, 17),
     "router": Size(15534, 51),
-    "settings": Size(1767, 6),
-    "src/tercet, together": Size(65149, 256),
+    "settings": Size(1747, 6),
+    "src/tercet, together": Size(65058, 256),
     "store": Size(1361, 7),
     "tercet.lab": Size(42, 1),
     "tercet_bench": Size(3077, 11),
@@ -49,7 +49,7 @@ BUDGET = {
     "tercet_lab": Size(13014, 52),
     "tercet_planner": Size(2179, 10),
     "tercet_ray": Size(1284, 8),
-    "transport": Size(6842, 22),
+    "transport": Size(6793, 22),
     "vllm_plugin": Size(8204, 39),
     "wire": Size(4391, 19),
 }

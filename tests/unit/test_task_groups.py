@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tercet.aio import is_cancelled, keep_cancellation_counts
+from tercet.aio.tasks import is_cancelled, keep_cancellation_counts
 
 
 @pytest.fixture(autouse=True)

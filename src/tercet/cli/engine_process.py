@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import typer
 
-from tercet.aio import keep_running, signals_to
+from tercet.aio.tasks import keep_running, signals_to
 from tercet.cli.setting_flags import PARTS, VLLM_FLAGS, given_as
 from tercet.cli.terminal import announce, note
 from tercet.cluster.child_process import Process, describe_exit

@@ -157,7 +157,7 @@ def require_usable(config: UpConfig) -> None:
 
 
 async def _run(config: UpConfig, model: str, then: Callable[[StartedFleet], Awaitable[None]]) -> None:
-    from tercet.aio import signals_to
+    from tercet.aio.tasks import signals_to
     from tercet.cluster.local import local_fleet
 
     async def run() -> None:

@@ -22,7 +22,7 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 import msgspec
 
-from tercet.aio import keep_running, repeat
+from tercet.aio.tasks import keep_running, repeat
 from tercet.cluster.child_process import Process, StartFailed, describe_exit
 from tercet.logs import serious_event
 from tercet.protocol import (

@@ -24,7 +24,7 @@ from prometheus_client import Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tercet.aio import keep_running
+from tercet.aio.tasks import keep_running
 from tercet.engine.liveness_probe import LivenessProbe
 from tercet.protocol import EngineError, TercetError, TransferFailed
 from tercet.protocol.spans import Span, process, read_traceparent

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from tercet import __version__
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.engine.agents import AgentCalls, AgentReports
 from tercet.engine.block_tables import Bypass, open_table
 from tercet.engine.interface import (

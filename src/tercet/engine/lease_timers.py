@@ -28,7 +28,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.engine import agents
 from tercet.engine.agents import AgentCalls
 from tercet.engine.interface import KeyedPrompt, ReservedBlocks, SchedulerHalf

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from tercet.aio import Failures, TaskSet
+from tercet.aio.tasks import Failures, TaskSet
 from tercet.protocol import EngineError, TercetError
 
 logger = logging.getLogger(__name__)

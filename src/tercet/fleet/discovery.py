@@ -20,8 +20,8 @@ import msgspec
 from msgspec import Meta
 
 from tercet import logs
-from tercet.aio import TaskSet
 from tercet.aio.files import FileThread, read_whole, stamp_of
+from tercet.aio.tasks import TaskSet
 from tercet.fleet.kubernetes_api import (
     WAITS,
     ApiAccess,

@@ -29,8 +29,8 @@ import msgspec
 import yaml
 
 from tercet import logs
-from tercet.aio import Failures
 from tercet.aio.files import read_named
+from tercet.aio.tasks import Failures
 from tercet.protocol import BadRequest
 from tercet.protocol.names import bracketed
 from tercet.protocol.sse import ItemTooLong, LineSplitter

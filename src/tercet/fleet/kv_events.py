@@ -19,7 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tercet.aio import keep_running
+from tercet.aio.tasks import keep_running
 from tercet.decisions.scheduling.plugin import DEVICE, TIER_WEIGHTS
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.protocol import Engine, KVEvents, TercetError

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import msgspec
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.kv_events import cache_followed
 from tercet.fleet.members import MemberState

@@ -11,8 +11,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from tercet.aio import keep_cancellation_counts
 from tercet.aio.files import read_whole
+from tercet.aio.tasks import keep_cancellation_counts
 from tercet.decisions.scheduling.assembly import Locate, load_module, user_file
 from tercet.programs import patterns
 from tercet.programs.patterns import Answer

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any, Protocol, Union, cast
 
-from tercet.aio import is_cancelled
+from tercet.aio.tasks import is_cancelled
 from tercet.decisions.scheduling.profiles import LoadBasedDecider
 from tercet.protocol import BadRequest, Engine, Fleet, Output, OutputStream, Request, Role, Sent, Source, TercetError
 

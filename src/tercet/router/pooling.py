@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 import aiohttp
 import msgspec
 
-from tercet.aio import TaskSet, repeat
+from tercet.aio.tasks import TaskSet, repeat
 from tercet.protocol import DeadlineExceeded, EngineError, EngineUnreachable, UnknownModel
 from tercet.protocol.headers import CONTROL_HEADERS, POOLING, PROGRAM_HEADER, TRACE_HEADER
 from tercet.protocol.wire import UNREADABLE

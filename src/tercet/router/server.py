@@ -19,9 +19,9 @@ from fastapi import FastAPI, Response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from tercet.aio import TaskSet, signals_to
 from tercet.aio.files import descriptors_watched
 from tercet.aio.importing import collect_rarely
+from tercet.aio.tasks import TaskSet, signals_to
 from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate
 from tercet.fleet.discovery import access_of, discovery_of

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 from prometheus_client import multiprocess
 
-from tercet.aio import signals_to
+from tercet.aio.tasks import signals_to
 from tercet.aio.warm_parent import ForkedChild, Forks, NoFork, serve_forks, unforkable
 from tercet.logs import ROUTER_READY, WORKER_ENDED, log_to_stderr
 from tercet.protocol import TercetError

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.fleet.kv_events import NUMBER_BYTES, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from tercet.protocol import BadRequest
 from tercet.protocol.content import unpacked

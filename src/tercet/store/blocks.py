@@ -18,8 +18,8 @@ from prometheus_client import Counter
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tercet.aio import Failures, TaskSet
 from tercet.aio.files import FileThread
+from tercet.aio.tasks import Failures, TaskSet
 from tercet.engine.interface import KeyedPrompt, PinnedPrefix, RequestInCore, ReservedBlocks
 from tercet.protocol import Content, NoSpace, UnknownSequence
 from tercet.store.contents import BlockContent, contents_of

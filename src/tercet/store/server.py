@@ -24,8 +24,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tercet.aio import TaskSet, signals_to
 from tercet.aio.files import descriptors_watched
+from tercet.aio.tasks import TaskSet, signals_to
 from tercet.engine.agents import AgentCalls, ProbeCollector
 from tercet.engine.edge import Edge
 from tercet.engine.interface import Adapter, EngineDescription, ModelLimits

@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import pytest
 
-from tercet.aio import signals_to
+from tercet.aio.tasks import signals_to
 
 
 @pytest.fixture(autouse=True)

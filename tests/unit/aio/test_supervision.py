@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tercet.aio import TaskSet, keep_running, repeat, tasks
+from tercet.aio import tasks
+from tercet.aio.tasks import TaskSet, keep_running, repeat
 from tests.sources import modules
 
 EMFILE = OSError(errno.EMFILE, "Too many open files")

@@ -14,7 +14,7 @@ from itertools import count
 
 import pytest
 
-from tercet.aio import TaskSet, run_in_thread
+from tercet.aio.tasks import TaskSet, run_in_thread
 from tests.longest_wait import LONGEST_WAIT_S
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.protocol import TercetError
 from tercet.router.observe.metrics import Metrics

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.protocol import EngineUnreachable, Request, Revision
 from tercet.router.observe.metrics import CopyOutcome, WriteBehindMetrics

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.engine import agents as agent_calls
 from tercet.engine import lease_timers
 from tercet.engine.agents import AgentCalls

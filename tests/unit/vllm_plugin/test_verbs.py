@@ -18,7 +18,7 @@ from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.engine.agents import AgentCalls
 from tercet.engine.edge import Edge
 from tercet.engine.interface import EngineDescription, KeyedPrompt, PinnedPrefix

@@ -20,7 +20,7 @@ from typing import Any, TextIO, cast
 import aiohttp
 import msgspec
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE

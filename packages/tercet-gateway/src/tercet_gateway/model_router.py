@@ -19,8 +19,8 @@ import msgspec
 from msgspec import Meta
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from tercet.aio import TaskSet, repeat, signals_to
 from tercet.aio.files import descriptors_watched
+from tercet.aio.tasks import TaskSet, repeat, signals_to
 from tercet.fleet.members import CallsInFlight, UntilLost
 from tercet.logs import log_to_stderr
 from tercet.protocol import (

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar, cast
 import aiohttp
 import msgspec
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, Request, Reservation, TercetError
 from tercet.protocol.headers import CHAT, COMPLETIONS, PREFILLED_HEADER, RESPONSES
 from tercet.protocol.spans import TraceEvent, VerbTrace

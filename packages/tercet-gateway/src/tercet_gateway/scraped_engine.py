@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from tercet.aio import TaskSet, repeat
+from tercet.aio.tasks import TaskSet, repeat
 from tercet.fleet import EngineFleet
 from tercet.fleet.kv_events import cache_followed
 from tercet.fleet.membership import Connect, restarts_of

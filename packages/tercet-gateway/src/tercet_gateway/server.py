@@ -17,9 +17,9 @@ from pathlib import Path
 import grpc.aio
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from tercet.aio import TaskSet, signals_to
 from tercet.aio.files import descriptors_watched
 from tercet.aio.incoming import LONGEST_HEAD, SECONDS
+from tercet.aio.tasks import TaskSet, signals_to
 from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.fleet import EngineFleet
 from tercet.fleet.discovery import access_of, discovery_of, follow_found, until_known

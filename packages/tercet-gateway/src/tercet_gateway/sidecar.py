@@ -20,8 +20,8 @@ from typing import Any, cast
 import aiohttp
 from prometheus_client.exposition import generate_latest
 
-from tercet.aio import signals_to
 from tercet.aio.files import descriptors_watched
+from tercet.aio.tasks import signals_to
 from tercet.fleet.members import CallsInFlight, UntilLost
 from tercet.logs import lines_of_request, log_to_stderr, request_renamed
 from tercet.protocol import (

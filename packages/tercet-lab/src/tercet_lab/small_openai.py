@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.responses import StreamingResponse
 
 from tercet import __version__
-from tercet.aio import keep_running
+from tercet.aio.tasks import keep_running
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest, Output, TercetError, UnknownModel
 from tercet.protocol import Request as ProgramRequest

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-from tercet.aio import keep_running, run_in_thread
+from tercet.aio.tasks import keep_running, run_in_thread
 from tercet.cli.which_fleet import is_at
 from tercet.cluster.detached_fleets import running_fleets
 from tercet.cluster.scaling.decide import ScaleCall

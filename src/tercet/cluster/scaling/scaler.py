@@ -25,8 +25,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tercet.aio import TaskSet
 from tercet.aio.files import descriptors_watched
+from tercet.aio.tasks import TaskSet
 from tercet.cluster.running_fleet import EngineProvisioner, OnEvent
 from tercet.cluster.scaling.decide import (
     Counts,

@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 from starlette.types import ASGIApp, Message, Scope
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.decisions.gaps import Gaps
 from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import NoSpace, ShuttingDown, UnknownSequence
 from tercet.protocol.wire import UNREADABLE

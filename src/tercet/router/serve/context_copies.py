@@ -28,7 +28,7 @@ from contextlib import AsyncExitStack, suppress
 import msgspec
 from msgspec.structs import replace
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.decisions.contexts import CopyPlan, Wanted, WantedContexts
 from tercet.fleet import EngineFleet, FleetView, Trace
 from tercet.fleet.fleet_view import Generation

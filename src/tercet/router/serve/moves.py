@@ -22,7 +22,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from tercet.aio import TaskSet, repeat
+from tercet.aio.tasks import TaskSet, repeat
 from tercet.decisions.migration import (
     MovesUnderWay,
     Rescheduling,

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol, cast
 import msgspec
 
 from tercet import logs
-from tercet.aio import is_cancelled, run_in_thread
+from tercet.aio.tasks import is_cancelled, run_in_thread
 from tercet.decisions.objectives import Attainments
 from tercet.fleet import EngineFleet, FleetView, Retry, RunningSequence, RunningSequences, Trace
 from tercet.fleet.policy_views import SeenRequests

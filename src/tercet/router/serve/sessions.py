@@ -13,8 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from tercet.aio import TaskSet, keep_running
 from tercet.aio.files import FileThread, read_whole, write_whole
+from tercet.aio.tasks import TaskSet, keep_running
 from tercet.decisions.sessions import Action, Context, EngineSeen, Keep, MoveContext, Pause, SessionTable, session_named
 from tercet.fleet import EngineFleet, FleetView, RunningSequence, Trace
 from tercet.logs import SESSION_MOVE

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tercet import logs
-from tercet.aio import run_in_thread
 from tercet.aio.files import stamp_of
+from tercet.aio.tasks import run_in_thread
 from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.decisions.scheduling.assembly import user_file
 from tercet.logs import RELOAD_REFUSED

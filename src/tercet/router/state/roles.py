@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from tercet.aio import Failures, keep_running, repeat
 from tercet.aio.files import FileThread, write_whole
+from tercet.aio.tasks import Failures, keep_running, repeat
 from tercet.decisions.planning import FleetPlan, Observed, PlanLimits
 from tercet.decisions.roles import WINDOW_S, RoleController, RoleEffects, RoleFlip
 from tercet.fleet import EngineFleet

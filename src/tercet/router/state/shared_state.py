@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from tercet import logs
-from tercet.aio import TaskSet
 from tercet.aio.files import BOUND_SECONDS, FileThread, write_whole
+from tercet.aio.tasks import TaskSet
 from tercet.decisions.planning import PlannerReport
 from tercet.fleet.members import Change, member_changes
 from tercet.fleet.membership import Membership, ServedModel

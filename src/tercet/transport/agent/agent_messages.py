@@ -18,7 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.protocol import Content, EngineError, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport.grants import Grant, ReceiveEnd

@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 from aiohttp.http_exceptions import HttpProcessingError
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.logs import request_id
 from tercet.protocol import (
     AdapterReport,

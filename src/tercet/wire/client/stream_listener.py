@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tercet.aio import TaskSet, keep_running, repeat
+from tercet.aio.tasks import TaskSet, keep_running, repeat
 from tercet.logs import STREAM_BACK, STREAM_FALLBACK
 from tercet.protocol import EngineLoad, EngineUnreachable, MoveProposal, TercetError
 from tercet.protocol.names import host_and_port

@@ -13,7 +13,7 @@ from typing import cast
 
 import msgspec
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.logs import lines_of_request
 from tercet.protocol import (
     BadRequest,

@@ -20,7 +20,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.admission import Gate
 from tercet.fleet.members import MemberState

@@ -17,7 +17,7 @@ import msgspec
 import typer
 import uvloop
 
-from tercet.aio import signals_to
+from tercet.aio.tasks import signals_to
 from tercet.cli.setting_flags import given_as
 from tercet.cli.terminal import note, require_folder, say, show_table, write_file
 from tercet.cluster.model import resolve_model

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import msgspec
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.protocol import BadRequest
 
 Schema = Mapping[str, Any]

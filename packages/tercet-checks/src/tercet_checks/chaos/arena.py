@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.protocol import Engine, NoSpace, Request, TercetError
 from tercet.router.serve.moves import MoveRecord
 from tercet.wire.client import HttpEngine

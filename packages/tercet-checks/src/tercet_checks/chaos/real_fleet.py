@@ -23,7 +23,7 @@ from typing import NamedTuple, Self
 import msgspec
 import psutil
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.cluster import guard as guard_module
 from tercet.cluster.child_process import Process
 from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env

@@ -22,7 +22,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
 from uvicorn.server import ServerState
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership, connecting

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tercet.aio import signals_to
+from tercet.aio.tasks import signals_to
 from tercet.cli.detached import detach, stop_detached
 from tercet.cli.setting_flags import flags_as_records
 from tercet.cli.terminal import announce

@@ -9,7 +9,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from tercet import __version__
-from tercet.aio import signals_to
+from tercet.aio.tasks import signals_to
 from tercet.cli.terminal import say
 from tercet.protocol import MethodNotAllowed, TercetError
 from tercet.router.page.page_app import answer, answer_error, send_file

@@ -20,9 +20,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tercet import __version__
-from tercet.aio import signals_to
 from tercet.aio.files import descriptors_watched
 from tercet.aio.importing import collect_rarely
+from tercet.aio.tasks import signals_to
 from tercet.protocol import BadRequest, EngineStatus, Output, Request, Revision
 from tercet.protocol.access import key_of, secrets_of
 from tercet.protocol.headers import PREFILLER_HEADER

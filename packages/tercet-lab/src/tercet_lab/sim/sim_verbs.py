@@ -20,7 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tercet.aio import TaskSet
+from tercet.aio.tasks import TaskSet
 from tercet.engine.edge import propose_move
 from tercet.engine.leases import time_to_live
 from tercet.logs import LoggedGeneration, is_access_logged
