@@ -28,7 +28,7 @@ from tercet.cluster.detached_fleets import (
 )
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, EngineError
-from tercet.settings import Source, declared, decode_settings, encode_settings
+from tercet.settings import declared, encode_settings, settings_from_parent
 
 if TYPE_CHECKING:
     from tercet.cluster.running_fleet import StartedFleet
@@ -101,7 +101,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, exit_on_signal)
 
     def serve() -> None:
-        config = decode_settings(UpConfig, Source(msgspec.json.decode(Path(sys.argv[1]).read_bytes())))
+        config = settings_from_parent(UpConfig, Path(sys.argv[1]))
         with given_as({**PARTS, **flags_of(UpConfig)}):
             run_fleet(config, lambda fleet: until_broken(config, fleet, detached=True))
 

@@ -24,7 +24,7 @@ from tercet.cli.terminal import announce, note
 from tercet.cluster.up_config import UpConfig
 from tercet.logs import saying_while
 from tercet.protocol.entry_points import PARTS, provided
-from tercet.settings import RouterConfig, Source, decode_settings
+from tercet.settings import RouterConfig, settings_from_parent
 
 if TYPE_CHECKING:
     from tercet.cluster.running_fleet import StartedFleet
@@ -267,8 +267,7 @@ def serve_router() -> None:
     from tercet.cli.app import exit_code_of, exit_on_signal
 
     signal.signal(signal.SIGTERM, exit_on_signal)
-    given = msgspec.json.decode(Path(sys.argv[1]).read_bytes())
-    sys.exit(exit_code_of(lambda: _serve(decode_settings(RouterConfig, Source(given)))))
+    sys.exit(exit_code_of(lambda: _serve(settings_from_parent(RouterConfig, Path(sys.argv[1])))))
 
 
 def _serve(config: RouterConfig) -> int:

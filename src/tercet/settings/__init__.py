@@ -11,6 +11,7 @@ from tercet.settings.declaration import encode_settings as encode_settings
 from tercet.settings.declaration import from_environment as from_environment
 from tercet.settings.declaration import key_values as key_values
 from tercet.settings.declaration import read_yaml as read_yaml
+from tercet.settings.declaration import settings_from_parent as settings_from_parent
 from tercet.settings.engine_addresses import DiscoverySettings as DiscoverySettings
 from tercet.settings.engine_addresses import EngineAddress as EngineAddress
 from tercet.settings.engine_addresses import require_engine_url as require_engine_url

@@ -419,22 +419,20 @@ def parse_yaml(text: str, name: str, param: str) -> Any:
 
     try:
         return yaml.load(text, UniqueKeys)
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # the loader does not wrap errors of dates and numbers
+    # The loader does not wrap errors of dates and numbers.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise BadRequest(f"{name}: the file is not YAML: {' '.join(str(error).split())}", param) from error
 
 
 def encode_settings(settings: msgspec.Struct) -> dict[str, Any]:
     """Return the settings that differ from their defaults, by key; decoding them gives the same record."""
-    found: dict[str, Any] = {}
-    for each in declared(type(settings)):
-        value = attrgetter(".".join(each.path))(settings)
-        if value != each.default:
-            found[each.key] = msgspec.to_builtins(value)
-    return found
+    values = ((each, attrgetter(".".join(each.path))(settings)) for each in declared(type(settings)))
+    return {each.key: msgspec.to_builtins(value) for each, value in values if value != each.default}
+
+
+def settings_from_parent(kind: type[S], file: Path) -> S:
+    """Return the record that the process which started this one has encoded into ``file``, as JSON."""
+    return decode_settings(kind, Source(msgspec.json.decode(file.read_bytes())))
 
 
 def _build(kind: type[S], values: Mapping[tuple[str, ...], Any], path: tuple[str, ...]) -> S:

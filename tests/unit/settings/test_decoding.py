@@ -28,6 +28,7 @@ from tercet.settings import (
     encode_settings,
     from_environment,
     read_yaml,
+    settings_from_parent,
 )
 from tercet.settings.declaration import near
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
@@ -219,6 +220,13 @@ houses = st.builds(
 def test_what_is_written_is_read_again(house: House) -> None:
     written = msgspec.json.decode(msgspec.json.encode(encode_settings(house)))
     assert decode_settings(House, Source(written)) == house
+
+
+def test_a_child_reads_what_its_parent_has_encoded(tmp_path: Path) -> None:
+    house = House(name="n", height_m=3.5, colour="blue", rooms=("a", "b"), paint={"a": "b"})
+    file = tmp_path / "house.json"
+    file.write_bytes(msgspec.json.encode(encode_settings(house)))
+    assert settings_from_parent(House, file) == house
 
 
 def test_engines_as_text_and_as_mappings() -> None:

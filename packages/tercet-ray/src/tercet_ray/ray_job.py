@@ -19,7 +19,7 @@ import msgspec
 from tercet.cli.detached import stop_seconds_of
 from tercet.cli.setting_flags import PARTS, flags_of, given_as
 from tercet.cluster.up_config import UpConfig
-from tercet.settings import Source, decode_settings, encode_settings
+from tercet.settings import encode_settings, settings_from_parent
 from tercet_ray.fleet_keeper import DetachedProcess
 
 COMMAND = "from tercet_ray.ray_job import main; main()"
@@ -60,7 +60,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, exit_on_signal)
     settings, code = map(Path, sys.argv[1:])
-    config = decode_settings(UpConfig, Source(msgspec.json.decode(settings.read_bytes())))
+    config = settings_from_parent(UpConfig, settings)
 
     def serve() -> None:
         with given_as({**PARTS, **flags_of(UpConfig)}):
