@@ -277,6 +277,16 @@ def test_a_retry_of_a_program_that_failed_by_itself_has_no_link() -> None:
     assert [span.links for span in found if span.name == "retry"] == [[]]
 
 
+def test_a_retry_does_not_move_the_sequences_after_it() -> None:
+    retried = [TraceEvent(RETRY, "d", code="engine_unreachable", at=0.8)]
+    sequences = [
+        SequenceTrace("s-0", "data_parallel", 0.0, 8, 4, 0.1, 0.1, retried, [], [], []),
+        SequenceTrace("s-1", "data_parallel", 0.25, 8, 4, 0.1, 0.1, [TraceEvent("prep_recv", "e", at=0.5)], [], [], []),
+    ]
+    found = spans_of(RequestTrace("r", "/v1/completions", "m", 1.0, 2.0, SERVED, sequences=sequences), PLACE)
+    assert [span.began_ns for span in found] == [1_000_000_000, 1_800_000_000, 1_750_000_000]
+
+
 # A simulated fleet in processes of its own: one trace over router and engines, one id in every log line.
 
 

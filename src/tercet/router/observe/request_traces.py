@@ -283,7 +283,7 @@ def spans_of(trace: RequestTrace, span: SpanContext) -> Iterator[Span]:
             yield Span("pick", span.child(), span.span_id, picked, picked, attributes=attributes)
         for event in sequence.events:
             if event.verb in (FALLBACK, RETRY):
-                at = begin + _ns(event.at)
+                again = begin + _ns(event.at)
                 attributes = {**named, "tercet.engine": event.engine, "tercet.tokens.end": event.end}
                 # A link to its cause: the last failed call of the engine at fault before it.
                 failed = [
@@ -292,7 +292,7 @@ def spans_of(trace: RequestTrace, span: SpanContext) -> Iterator[Span]:
                 ]  # fmt: skip
                 links = [_of_trace(span, call) for call in sorted(failed, key=lambda call: call.at)[-1:]]
                 yield Span(
-                    event.verb, span.child(), span.span_id, at, at, "internal", attributes, links,
+                    event.verb, span.child(), span.span_id, again, again, "internal", attributes, links,
                     event.code or event.verb, event.reason,
                 )  # fmt: skip
                 continue

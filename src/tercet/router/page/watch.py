@@ -584,11 +584,9 @@ class FleetWatch:
 
     def moved(self, move: MoveRecord) -> None:
         """Record that a move begins or has ended."""
-        # A page shows some of the moves of a burst; the metrics count all of them.
-        if move.number in self._changed_moves or len(self._changed_moves) < MOVES_PER_FRAME:
+        # A page shows some of the moves of a burst, but the end of each that it shows; the metrics count all of them.
+        if move.number in self._move_begins or len(self._changed_moves) < MOVES_PER_FRAME:
             self._changed_moves[move.number] = self._shown(move)
-        elif move.outcome != "under_way":
-            self._move_begins.pop(move.number, None)
         if move.outcome == "under_way":
             with suppress(UnknownSequence):
                 self._lanes.moves(self._service.sequences.named(move.seq_id))

@@ -29,7 +29,8 @@ from tercet.router.page.records import (
     percentile,
     reported_loads,
 )
-from tercet.router.page.watch import FleetWatch, about_service
+from tercet.router.page.watch import MOVES_PER_FRAME, FleetWatch, about_service
+from tercet.router.serve.moves import MoveRecord
 from tercet.settings import RetryBudget
 from tests.longest_wait import until
 from tests.unit.router.conftest import LiveRouter
@@ -295,6 +296,21 @@ async def test_a_fleet_without_engines_has_a_frame(router: LiveRouter) -> None:
     assert np.isfinite(found.t)
     watch.close()
     await asyncio.sleep(0)
+
+
+def test_a_move_that_was_shown_is_shown_to_its_end(router: LiveRouter) -> None:
+    watch = watch_of(router)
+    burst = [MoveRecord(number, f"s{number}", "d", "e", "test", 1000.0, 9) for number in range(2 * MOVES_PER_FRAME)]
+    for move in burst:
+        watch.moved(move)
+    shown = {move.number for move in watch.frame().moves}
+    assert len(shown) == MOVES_PER_FRAME
+    for move in sorted(burst, key=lambda each: each.number in shown):
+        move.outcome = "moved"
+        watch.moved(move)
+    assert shown <= {move.number for move in watch.frame().moves if move.outcome == "moved"}
+    assert all(move.outcome == "moved" for move in watch.whole().moves)
+    watch.close()
 
 
 async def test_a_request_that_moves_is_followed_from_its_first_token_on(router: LiveRouter) -> None:
