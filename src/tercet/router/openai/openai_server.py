@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
+from uvicorn.config import create_ssl_context
 from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 
@@ -460,13 +461,10 @@ def require_flags(given: Sequence[str], workers: int = 1) -> None:
     try:
         for file in filter(None, (certificate, options.get("ssl_keyfile"), options.get("ssl_ca_certs"))):
             require_regular(Path(file))
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, options.get("ssl_keyfile"), lambda: "")  # never prompts for a password
-        context.verify_mode = ssl.VerifyMode(options.get("ssl_cert_reqs", ssl.CERT_NONE))
-        if options.get("ssl_ca_certs"):
-            context.load_verify_locations(options["ssl_ca_certs"])
-        if options.get("ssl_ciphers"):
-            context.set_ciphers(options["ssl_ciphers"])
+        create_ssl_context(  # with a password, so that it never asks for one
+            certificate, options.get("ssl_keyfile"), "none", ssl.PROTOCOL_TLS_SERVER,
+            options.get("ssl_cert_reqs", ssl.CERT_NONE), options.get("ssl_ca_certs"), options.get("ssl_ciphers"),
+        )  # fmt: skip
     except (OSError, ValueError) as error:
         raise BadRequest(f"--ssl-certfile: TLS cannot be served with these files: {error}", "--ssl-certfile") from error
 
