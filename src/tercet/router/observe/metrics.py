@@ -123,10 +123,8 @@ class Metrics:
     def _declare_serving(self, registry: CollectorRegistry) -> None:
         """Declare the metrics of sequences and their clients' latencies, of programs, routes, and the gate."""
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        histogram = partial(Histogram, registry=registry)
-        self._running = gauge(
-            "tercet_sequences_running", "Sequences that this router is serving.", multiprocess_mode="livesum"
-        )
+        histogram, summed = partial(Histogram, registry=registry), partial(gauge, multiprocess_mode="livesum")
+        self._running = summed("tercet_sequences_running", "Sequences that this router is serving.")
         self._sequences = counter("tercet_sequences", "Sequences served to their end, by program.", ["program"])
         self.fallbacks = counter(
             "tercet_fallbacks", "Sequences whose program failed and that one engine then served.", ["program", "code"]
@@ -166,14 +164,11 @@ class Metrics:
         self._ratio = histogram(
             "tercet_route_prediction_ratio", "Measured over predicted TTFT or TPOT.", ["what"], buckets=RATIOS
         )
-        self._admitted = gauge(
+        self._admitted = summed(
             "tercet_requests_in_flight",
             "Slots in use: one for each request, and one for each further sequence of it that runs.",
-            multiprocess_mode="livesum",
         )
-        self._queued = gauge(
-            "tercet_requests_queued", "HTTP requests that wait at the gate.", multiprocess_mode="livesum"
-        )
+        self._queued = summed("tercet_requests_queued", "HTTP requests that wait at the gate.")
         self.waited = histogram(
             "tercet_queue_seconds", "Time in the queue of the gate, for requests that had to wait.", buckets=SECONDS
         )
@@ -181,21 +176,17 @@ class Metrics:
         self.batch_requests = counter(
             "tercet_batch_requests", "Requests of batches: `completed`, `failed`, or `put_back` for later.", ["result"]
         )
-        self.batch_running = gauge(
-            "tercet_batch_requests_running", "Requests of batches that run.", multiprocess_mode="livesum"
-        )
+        self.batch_running = summed("tercet_batch_requests_running", "Requests of batches that run.")
 
     def _declare_fleet(self, registry: CollectorRegistry) -> None:
         """Declare the metrics of the fleet, its engines, their verbs and prefix caches, and of moves."""
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        histogram = partial(Histogram, registry=registry)
+        histogram, summed = partial(Histogram, registry=registry), partial(gauge, multiprocess_mode="livesum")
         self._state = gauge(
             "tercet_fleet_state_version", "The version of the fleet's state in use.", multiprocess_mode="livemin"
         )
-        self._state_failed = gauge(
-            "tercet_fleet_state_failed", "Processes that cannot apply the newest state.", multiprocess_mode="livesum"
-        )
-        self.workers = gauge("tercet_workers", "Processes of this router that serve.", multiprocess_mode="livesum")
+        self._state_failed = summed("tercet_fleet_state_failed", "Processes that cannot apply the newest state.")
+        self.workers = summed("tercet_workers", "Processes of this router that serve.")
         self._pooling = gauge(
             "tercet_pooling_server_up", "1 if the server of a pooling model answers, 0 if not.", ["server"],
             multiprocess_mode="livemin",
@@ -228,13 +219,10 @@ class Metrics:
             "`delivered`, if an engine finds its highest tier first.",
             ["tier", "what"],
         )
-        self.moves_running = gauge(
-            "tercet_moves_running", "Sequences that are being moved to another engine.", multiprocess_mode="livesum"
+        self.moves_running = summed("tercet_moves_running", "Sequences that are being moved to another engine.")
+        self._moves_held_back = summed(
+            "tercet_moves_held_back", "Moves that policies propose, but that limits do not allow yet."
         )
-        self._moves_held_back = gauge(
-            "tercet_moves_held_back", "Moves that policies propose, but that limits do not allow yet.",
-            multiprocess_mode="livesum",
-        )  # fmt: skip
         self._moves = counter("tercet_moves", "Moves of running sequences.", ["reason", "outcome", "code"])
         self._moved_bytes = counter("tercet_moved_bytes", "KV sent by moves.")
         self._moves_recomputed = counter(
