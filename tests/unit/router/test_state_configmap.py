@@ -28,7 +28,6 @@ from tercet.router.state.state_store import (
     LEASE_SECONDS,
     RENEW_SECONDS,
     ConfigMapStore,
-    LeaseClaim,
     LeaseTurn,
     asking,
     configmap_store,
@@ -51,7 +50,7 @@ def state_in(api: ApiObjects, clock: Clock | None = None) -> StateFile:
 
 
 def turn_in(api: ApiObjects, holder: str, clock: Clock) -> LeaseTurn:
-    return LeaseTurn(api.ask, NAMESPACE, "fleet-roles", LeaseClaim(holder), clock)
+    return LeaseTurn(api.ask, NAMESPACE, "fleet-roles", holder, clock)
 
 
 # ---- the state -----------------------------------------------------------------------------------------------
@@ -289,8 +288,7 @@ class Machine:
         self.away = False
         self.is_running = True
         self._api, self._clock, self._offset = api, clock, offset
-        self.claim = LeaseClaim(name)
-        self.turn = LeaseTurn(self.ask, NAMESPACE, "fleet-roles", self.claim, self.time)
+        self.turn = LeaseTurn(self.ask, NAMESPACE, "fleet-roles", name, self.time)
 
     def time(self) -> float:
         return self._clock() + self._offset
@@ -304,7 +302,7 @@ class Machine:
 
     @property
     def has_it(self) -> bool:
-        return self.is_running and self.claim.holds(self.time())
+        return self.is_running and self.turn.holds(self.time())
 
 
 class TurnsOfMachines(RuleBasedStateMachine):
@@ -325,7 +323,7 @@ class TurnsOfMachines(RuleBasedStateMachine):
             took = machine.turn.take()
         except EngineError:
             took = False
-        assert took == machine.claim.holds(machine.time())
+        assert took == machine.turn.holds(machine.time())
 
     @rule(which=st.integers(0, 2))
     def takes(self, which: int) -> None:

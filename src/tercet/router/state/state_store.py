@@ -157,49 +157,6 @@ MARGIN_SECONDS = 2.0
 """Seconds by which a holder stops earlier, since two machines' clocks do not run at exactly the same speed."""
 
 
-class LeaseRecord(NamedTuple):
-    """A lease that was read: its holder, empty if it was released, and the version of the object."""
-
-    holder: str
-    version: str
-
-
-class LeaseClaim:
-    """The claim of ``holder`` on one lease. Times are seconds of a clock that only this process reads."""
-
-    def __init__(self, holder: str) -> None:
-        self.holder = holder
-        self._renewed: float | None = None
-        self._seen: LeaseRecord | None = None
-        self._seen_at = 0.0
-
-    def holds(self, now: float) -> bool:
-        """True if this process holds the lease at the time ``now``."""
-        return self._renewed is not None and now < self._renewed + LEASE_SECONDS - MARGIN_SECONDS
-
-    def needs_renewal(self, now: float) -> bool:
-        return self._renewed is None or now >= self._renewed + RENEW_SECONDS
-
-    def may_write(self, found: LeaseRecord | None, now: float) -> bool:
-        """True if this process may take or renew the lease ``found``, which is None if it does not exist."""
-        # The time of the holder's clock in the lease says nothing here. A lease is out of date when this process has
-        # seen the same version for as long as it lasts, by its own clock.
-        if found != self._seen:
-            self._seen, self._seen_at = found, now
-        if found is None or found.holder in ("", self.holder):
-            return True
-        return now >= self._seen_at + LEASE_SECONDS
-
-    def written(self, asked: float) -> None:
-        """Record that this process took or renewed the lease by a call that began at ``asked``."""
-        # From the beginning of the call: others count from when they see the new version, which is later.
-        self._renewed = asked
-
-    def lost(self) -> None:
-        """Record that another process holds the lease, or that it was released."""
-        self._renewed = None
-
-
 KEY = "state.json"
 MOST_BYTES = 900 * 1024
 """Largest size of a state in bytes: Kubernetes refuses objects of more than 1 MiB."""
@@ -305,73 +262,85 @@ class ConfigMapStore:
         return found
 
     def turn(self, what: str) -> LeaseTurn:
-        claim = LeaseClaim(name_of_this_process())
-        return LeaseTurn(self._ask, self._namespace, f"{self._called}-{what}", claim, self._clock, self._kind_of_lease)
+        name, holder = f"{self._called}-{what}", name_of_this_process()
+        return LeaseTurn(self._ask, self._namespace, name, holder, self._clock, self._kind_of_lease)
 
 
 class LeaseTurn:
-    """The lock by the Lease ``name`` of a namespace."""
+    """The lock by the Lease ``name`` of a namespace; times are seconds of a clock that only this ``holder`` reads."""
 
     def __init__(
-        self, ask: Ask, namespace: str, name: str, claim: LeaseClaim, clock: Callable[[], float], kind: str = "Lease"
+        self, ask: Ask, namespace: str, name: str, holder: str, clock: Callable[[], float], kind: str = "Lease"
     ) -> None:
-        self._ask, self._claim, self._clock = ask, claim, clock
+        self._ask, self._holder, self._clock = ask, holder, clock
         self._called, self.name = name, f"the {kind} {namespace}/{name}"
         self._objects = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-        self._changes = 0
+        self._renewed: float | None = None  # None: another process holds it, or none does
+        # Its holder (empty: released) and version as they were read last, None without a lease; and since when.
+        self._seen: tuple[str, str] | None = None
+        self._seen_at = 0.0
+
+    def holds(self, now: float) -> bool:
+        """True if this process holds the lease at the time ``now``."""
+        return self._renewed is not None and now < self._renewed + LEASE_SECONDS - MARGIN_SECONDS
 
     def take(self) -> bool:
         """Take or keep the lock, as :meth:`FileTurn.take`; a short failure of the API server does not lose it."""
         # Asked before each decision: the API server is called only when a renewal is due.
         now = self._clock()
-        if self._claim.holds(now) and not self._claim.needs_renewal(now):
+        if self._renewed is not None and now < self._renewed + RENEW_SECONDS:
             return True
         try:
             self._look(now)
         # An error does not end a claim that others have to respect for some seconds more.
         except EngineError:
-            if not self._claim.holds(self._clock()):
-                self._claim.lost()
+            if not self.holds(self._clock()):
+                self._renewed = None
                 raise
-        return self._claim.holds(self._clock())
+        return self.holds(self._clock())
 
-    def _look(self, now: float) -> None:
+    def _look(self, asked: float) -> None:
         status, found = self._ask("GET", f"{self._objects}/{self._called}", None)
         if status != NOT_FOUND:
             require(status, found, self.name, "get")
-        spec = part(found, "spec")
-        seen = None if status == NOT_FOUND else LeaseRecord(str(spec.get("holderIdentity") or ""), version_of(found))
-        if not self._claim.may_write(seen, self._clock()):
-            self._claim.lost()
+        spec, now = part(found, "spec"), self._clock()
+        holder = "" if status == NOT_FOUND else str(spec.get("holderIdentity") or "")
+        seen = None if status == NOT_FOUND else (holder, version_of(found))
+        # The time of the holder's clock in the lease says nothing here. A lease is out of date when this process has
+        # seen the same version for as long as it lasts, by its own clock.
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, now
+        if holder not in ("", self._holder) and now < self._seen_at + LEASE_SECONDS:
+            self._renewed = None
             return
-        self._changes = int(spec.get("leaseTransitions") or 0) + (
-            seen is not None and seen.holder != self._claim.holder
-        )
-        self._write(self._claim.holder, None if seen is None else seen.version, now)
+        changes = int(spec.get("leaseTransitions") or 0) + (seen is not None and holder != self._holder)
+        self._write(self._holder, None if seen is None else seen[1], asked, changes)
 
-    def _write(self, holder: str, since: object, asked: float) -> None:
+    def _write(self, holder: str, since: object, asked: float, changes: int) -> None:
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec: Json = {
             "holderIdentity": holder, "leaseDurationSeconds": LEASE_SECONDS, "renewTime": at,
-            "leaseTransitions": self._changes,
+            "leaseTransitions": changes,
         }  # fmt: skip
         kind = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
         body = {"metadata": {"name": self._called}, "spec": spec}
         written = write(self._ask, self._objects, self._called, kind, body, since)
         if written is None:
-            self._claim.lost()
+            self._renewed = None
             return
         require(*written, self.name, "create and patch")
-        self._claim.written(asked)
+        # From the beginning of the call: others count from when they see the new version, which is later.
+        self._renewed = asked
 
     def release(self) -> None:
         """Release the Lease if this process holds it, so that the next process need not wait for its timeout."""
-        if not self._claim.holds(self._clock()):
+        if not self.holds(self._clock()):
             return
         status, found = self._ask("GET", f"{self._objects}/{self._called}", None)
-        if status == OK and part(found, "spec").get("holderIdentity") == self._claim.holder:
-            self._write("", version_of(found), self._clock())
-        self._claim.lost()
+        spec = part(found, "spec")
+        if status == OK and spec.get("holderIdentity") == self._holder:
+            self._write("", version_of(found), self._clock(), int(spec.get("leaseTransitions") or 0))
+        self._renewed = None
 
 
 def write(ask: Ask, objects: str, name: str, kind: Json, body: Json, since: object) -> tuple[int, Json] | None:
