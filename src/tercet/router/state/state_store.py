@@ -91,28 +91,24 @@ class FileStore:
 
     @contextmanager
     def _locked(self) -> Generator[None]:
+        lock, deadline = FileTurn(Path(f"{self._path}.lock")), time.monotonic() + LOCK_SECONDS
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            Path(lock.name).touch(0o600)
         except OSError as error:
             raise BadRequest(f"state: {self._path} cannot be written: {error.strerror}", "state") from error
         try:
-            deadline = time.monotonic() + LOCK_SECONDS
-            while True:
-                # Never a blocking lock: a holder that was stopped would hold up this thread for ever.
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        text = f"another process has held the lock of {self._path} for {LOCK_SECONDS:.0f} s"
-                        raise EngineError(text) from None
-                    time.sleep(RETRY_DELAY_S)
-                except OSError as error:  # of network file systems
-                    raise EngineError(f"state: {self._path}.lock cannot be locked: {error.strerror}") from error
+            # Never a blocking lock: a holder that was stopped would hold up this thread for ever.
+            while not lock.take():
+                if time.monotonic() > deadline:
+                    raise EngineError(f"another process has held the lock of {self._path} for {LOCK_SECONDS:.0f} s")
+                time.sleep(RETRY_DELAY_S)
+        except OSError as error:  # of network file systems
+            raise EngineError(f"state: {lock.name} cannot be locked: {error.strerror}") from error
+        try:
             yield
         finally:
-            os.close(lock)  # which releases the lock; the kernel does that for a process that is killed
+            lock.release()
 
 
 class FileTurn:
