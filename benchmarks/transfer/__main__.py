@@ -9,15 +9,7 @@ import typer
 from benchmarks.command_line import names_in, numbers_in, run
 from benchmarks.transfer.cases import KIB, MIB, Table, cases
 from benchmarks.transfer.interference import MEMCPY, Interference, measure_interference
-from benchmarks.transfer.measurement import (
-    BACKENDS,
-    failures,
-    idle_cpu,
-    measure,
-    ratios,
-    report,
-    rows,
-)
+from benchmarks.transfer.measurement import BACKENDS, failures, idle_cpu, measure, ratios, report, rows
 from benchmarks.transfer.transfer_figure import draw_transfer
 
 from tercet.cli.terminal import progress, require_folder, say, show_table

@@ -151,7 +151,6 @@ def _blocks(query: SiliconQuery, answer: _SiliconAnswer, shape: ModelShape) -> i
     blocks = int((memory - weights) // (shape.kv_bytes_per_token * BLOCK_SIZE))
     if blocks < 1:
         raise BadRequest(
-            f"--tp: {query.model} does not fit on {query.tp_size} GPUs of {query.memory_gib:g} GiB; give more",
-            "--tp",
+            f"--tp: {query.model} does not fit on {query.tp_size} GPUs of {query.memory_gib:g} GiB; give more", "--tp"
         )
     return blocks

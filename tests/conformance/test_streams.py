@@ -12,11 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
-    HttpBody,
-    HttpHeaders,
-    HttpTrailers,
-)
+from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeaders, HttpTrailers
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
@@ -143,11 +139,7 @@ async def test_a_client_that_leaves(target: Target) -> None:
 
 @pytest.mark.parametrize(
     "parts",
-    [
-        [{}],
-        [{"request_body": HttpBody(body=BODY, end_of_stream=True)}],
-        [{"request_headers": HttpHeaders()}] * 2,
-    ],
+    [[{}], [{"request_body": HttpBody(body=BODY, end_of_stream=True)}], [{"request_headers": HttpHeaders()}] * 2],
     ids=["empty", "body first", "headers twice"],
 )
 async def test_messages_that_no_proxy_sends(target: Target, parts: list[dict[str, Any]]) -> None:

@@ -17,10 +17,7 @@ from .conftest import Fleet
 from .moving import ENGINES, answer_of, ask, logprobs_of, moving, until
 from .prompts import complete, prompt_of
 
-pytestmark = [
-    pytest.mark.usefixtures("nothing_leaks"),
-    pytest.mark.verifies("moves of running requests"),
-]
+pytestmark = [pytest.mark.usefixtures("nothing_leaks"), pytest.mark.verifies("moves of running requests")]
 
 TEXT = "The sea is wide and the wind is cold, and the old sailor tells the children of the ships he saw. " * 8
 LONG: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}

@@ -20,10 +20,7 @@ from .client_streams import said_by
 from .conftest import Fleet, router_over
 from .prompts import prompt_of
 
-pytestmark = [
-    pytest.mark.usefixtures("nothing_leaks"),
-    pytest.mark.verifies("OpenAI's and Anthropic's API"),
-]
+pytestmark = [pytest.mark.usefixtures("nothing_leaks"), pytest.mark.verifies("OpenAI's and Anthropic's API")]
 
 # Different for each request or server, and not part of the answer.
 VOLATILE = {

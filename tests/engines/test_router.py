@@ -24,10 +24,7 @@ from .conftest import Fleet, get_json, settled
 from .processes import part_of, processes_of
 from .prompts import calls_of, complete, prompt_of, tokens_of
 
-pytestmark = [
-    pytest.mark.usefixtures("nothing_leaks"),
-    pytest.mark.verifies("OpenAI's and Anthropic's API"),
-]
+pytestmark = [pytest.mark.usefixtures("nothing_leaks"), pytest.mark.verifies("OpenAI's and Anthropic's API")]
 QUESTION: list[Any] = [{"role": "user", "content": "Write one sentence about the sea. " * 12}]
 TRACE = {"x-tercet-trace": "true"}
 CLIENTS = 200 if FULL else 80
@@ -158,10 +155,7 @@ async def test_what_the_router_tells(fleet: Fleet) -> None:
 async def read_pieces(url: str, pieces: int, **fields: Any) -> None:
     """Read so many pieces of a stream, and leave."""
     body = {"model": "smollm2", "temperature": 0, "stream": True, **fields}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{url}/v1/completions", json=body) as response,
-    ):
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
         async for line in response.content:
             pieces -= line.startswith(b"data: ")
             if not pieces:

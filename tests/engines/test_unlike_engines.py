@@ -18,11 +18,7 @@ from .unlike import engines_with, hand_over, require_same_tokens
 
 pytestmark = pytest.mark.verifies("other degrees and block sizes")
 
-FLAGS = {
-    "whole": ("0",),
-    "split": ("0|1", "--tensor-parallel-size", "2"),
-    "small_blocks": ("1", "--block-size", "64"),
-}
+FLAGS = {"whole": ("0",), "split": ("0|1", "--tensor-parallel-size", "2"), "small_blocks": ("1", "--block-size", "64")}
 PAIRS = [(source, target) for source in FLAGS for target in FLAGS if source != target]
 LENGTHS = (1, 64, 65, 129, 300)
 

@@ -57,10 +57,7 @@ def envoy_config(port: int, admin: int, router: int) -> dict[str, Any]:
     endpoints = [{"lb_endpoints": [{"endpoint": {"address": address(router)}}]}]
     cluster = {"name": "router", "load_assignment": {"cluster_name": "router", "endpoints": endpoints}}
     listener = {"name": "page", "address": address(port), "filter_chains": [chain]}
-    return {
-        "admin": {"address": address(admin)},
-        "static_resources": {"listeners": [listener], "clusters": [cluster]},
-    }
+    return {"admin": {"address": address(admin)}, "static_resources": {"listeners": [listener], "clusters": [cluster]}}
 
 
 @asynccontextmanager

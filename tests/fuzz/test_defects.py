@@ -117,9 +117,7 @@ async def test_an_engine_closes_the_stream_of_a_router_that_speaks_nonsense(
     assert "Fatal error" not in caplog.text
 
 
-async def test_a_router_closes_the_stream_of_an_engine_that_speaks_nonsense(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_router_closes_the_stream_of_an_engine_that_speaks_nonsense(caplog: pytest.LogCaptureFixture) -> None:
     batch = b"\x91\x91\x94\x01\x00\x90\x81\xa5error\x81\xa1x" + DEEP_MSGPACK
     async with connected() as pair:
         transport = pair.router._transport

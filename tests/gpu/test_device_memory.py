@@ -194,9 +194,7 @@ def test_another_process_waits_for_what_is_computed(mapped: tuple[LayerPlanes, D
     assert found == planes.tensors[LAYERS - 1][0].view(torch.uint8).cpu().numpy().tobytes()
 
 
-def test_a_receiver_copies_out_of_another_processs_memory(
-    mapped: tuple[LayerPlanes, DeviceExport, Other],
-) -> None:
+def test_a_receiver_copies_out_of_another_processs_memory(mapped: tuple[LayerPlanes, DeviceExport, Other]) -> None:
     """As with `ipc`: this process is the worker, the other one copies its blocks to blocks of its own."""
     planes, _, other = mapped
     expected = planes.tensors[LAYERS - 1][9].view(torch.uint8).cpu().numpy().tobytes()

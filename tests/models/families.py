@@ -143,23 +143,11 @@ FAMILIES: dict[str, Family] = {
         "all blocks of the full layers, the chunk's of the others",
     ),
     "deepseek_v2": Family(
-        "DeepSeek V2",
-        _of(
-            "DeepseekV2",
-            q_lora_rank=None,
-            **LATENT_EXPERTS,
-        ),
-        "all blocks, of latent KV",
-        refusal=LATENT,
+        "DeepSeek V2", _of("DeepseekV2", q_lora_rank=None, **LATENT_EXPERTS), "all blocks, of latent KV", refusal=LATENT
     ),
     "deepseek_v3": Family(
         "DeepSeek V3, R1, Kimi K2",
-        _of(
-            "DeepseekV3",
-            q_lora_rank=32,
-            topk_method="noaux_tc",
-            **LATENT_EXPERTS,
-        ),
+        _of("DeepseekV3", q_lora_rank=32, topk_method="noaux_tc", **LATENT_EXPERTS),
         "all blocks, of latent KV",
         refusal=LATENT,
     ),

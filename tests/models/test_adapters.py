@@ -275,10 +275,7 @@ async def _in_place(fleet: Fleet, adapters: dict[str, str]) -> None:
 async def _loaded_in_place(url: str, name: str, path: str) -> int:
     """What vLLM's own route answers, at a router or at an engine."""
     body = {"lora_name": name, "lora_path": path, "load_inplace": True}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{url}/v1/load_lora_adapter", json=body) as answer,
-    ):
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/load_lora_adapter", json=body) as answer:
         if answer.status >= 400:
             assert (await answer.json())["error"]["code"] == "conflict"
         return answer.status

@@ -153,11 +153,7 @@ async def test_text_alone(served: Served) -> None:
 @of_families("idefics3")
 @pytest.mark.parametrize(
     ("url", "said"),
-    [
-        ("http://127.0.0.1:9/x.png", "allowed domains"),
-        ("data:image/png;base64,AA", "base64"),
-        ("gopher://x/", "URL"),
-    ],
+    [("http://127.0.0.1:9/x.png", "allowed domains"), ("data:image/png;base64,AA", "base64"), ("gopher://x/", "URL")],
 )
 async def test_what_is_no_picture_here(served: Served, url: str, said: str) -> None:
     with pytest.raises(AssertionError) as refused:

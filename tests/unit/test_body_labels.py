@@ -227,10 +227,7 @@ def paths_of(app: FastAPI) -> list[tuple[str, set[str]]]:
 async def test_a_model_router_refuses_them() -> None:
     async with behind() as (server, url):
         config = ModelRouterConfig(routers=(ModelBackend(url),), port=0)
-        async with (
-            model_router(config) as found,
-            asking(url=f"http://127.0.0.1:{found.port}") as asker,
-        ):
+        async with model_router(config) as found, asking(url=f"http://127.0.0.1:{found.port}") as asker:
             for path in PASSED:
                 await asker.must_refuse(path)
             for headers, status in REFUSED:  # a page's types are refused first

@@ -19,8 +19,7 @@ HALF = "\\ud83d"
 
 
 @pytest.mark.parametrize(
-    "encoding",
-    ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"],
+    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
 )
 def test_every_encoding_of_unicode_says_the_same(encoding: str) -> None:
     text = in_utf8(json.dumps(SAID, ensure_ascii=False).encode(encoding))

@@ -45,11 +45,7 @@ ENGINE_LIBRARIES = {"torch", "vllm"}
 # Engines and routers on vLLM: the plugin, and vLLM's OpenAI layer over programs.
 ON_VLLM = ("vllm_plugin", "router/openai")
 # One converts a checkpoint in a process of its own, the other copies KV of accelerators.
-OUTSIDE_OF_THE_PLUGIN = {
-    "cluster/model.py",
-    "transport/cuda_copies.py",
-    "transport/torch_blocks.py",
-}
+OUTSIDE_OF_THE_PLUGIN = {"cluster/model.py", "transport/cuda_copies.py", "transport/torch_blocks.py"}
 
 
 TEXT = re.compile(r'"""(?:[^\\"]|\\.|"(?!""))*"""', re.DOTALL)

@@ -132,8 +132,7 @@ def stop_seconds_of(config: UpConfig) -> float:
 
 @flags_as_records
 def down(
-    which: WhichFleet,
-    every: Annotated[bool, typer.Option("--all", help="Stop all background fleets.")] = False,
+    which: WhichFleet, every: Annotated[bool, typer.Option("--all", help="Stop all background fleets.")] = False
 ) -> None:
     """Stop a fleet that `tercet up --detach` started, after its running requests end.
 

@@ -23,15 +23,7 @@ from tercet.aio.tasks import TaskSet
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.kv_events import cache_followed
 from tercet.fleet.members import MemberState
-from tercet.protocol import (
-    BadRequest,
-    Engine,
-    EngineError,
-    EngineStatus,
-    EngineUnreachable,
-    MemberRole,
-    TercetError,
-)
+from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, EngineUnreachable, MemberRole, TercetError
 from tercet.protocol.addresses import TextFingerprint
 from tercet.protocol.names import STORE
 from tercet.settings import EngineAddress

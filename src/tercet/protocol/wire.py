@@ -208,8 +208,7 @@ def require_incarnation(named: str | None, own: str) -> None:
     """Raise :class:`~tercet.protocol.errors.Conflict` if a call names another incarnation than the engine's ``own``."""
     if named is not None and named != own:
         raise Conflict(
-            f"the call is for an earlier start of this engine, whose incarnation is now {own}",
-            INCARNATION_HEADER,
+            f"the call is for an earlier start of this engine, whose incarnation is now {own}", INCARNATION_HEADER
         )
 
 

@@ -339,12 +339,7 @@ class WorkerSlot:
 # ---- the warm parent -------------------------------------------------------------------------------------------------
 
 WARM_PARENT = "from tercet.router.workers import warm_main; warm_main()"
-IMPORTED = (
-    "tercet.router.server",
-    "tercet.wire.serving.server_access",
-    "tercet.router.openai.openai_server",
-    "uvloop",
-)
+IMPORTED = ("tercet.router.server", "tercet.wire.serving.server_access", "tercet.router.openai.openai_server", "uvloop")
 # Makes libraries start no threads at their import, since threads do not survive a fork.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 

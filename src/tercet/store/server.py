@@ -45,9 +45,7 @@ from tercet.protocol.access import secrets_of
 from tercet.protocol.addresses import RankRegion, minor_version
 from tercet.protocol.content import require_placed
 from tercet.protocol.names import STORE, bracketed
-from tercet.protocol.wire import (
-    JoinCall,
-)
+from tercet.protocol.wire import JoinCall
 from tercet.store.announcer import Announcer
 from tercet.store.blocks import StoreBlocks, StoreCollector
 from tercet.store.disk import DiskFolder

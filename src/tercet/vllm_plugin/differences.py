@@ -75,9 +75,7 @@ ENDS_OF_AGENTS_APIS = Difference(
 # ---- up to 0.32 ----------------------------------------------------------------------------------------------
 
 OPTIONS_OF_LAUNCHERS = Difference(
-    f"a server's options are in {FORMER_CLI_ARGS}",
-    last="0.32",
-    ended_by=Takes(f"{CLI_ARGS}:make_arg_parser", "parser"),
+    f"a server's options are in {FORMER_CLI_ARGS}", last="0.32", ended_by=Takes(f"{CLI_ARGS}:make_arg_parser", "parser")
 )
 CHUNKS_WITHOUT_TRANSFER = Difference(
     "chunks of streams have neither kv_transfer_params nor weight_versions",

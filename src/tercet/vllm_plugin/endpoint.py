@@ -22,13 +22,7 @@ from tercet.engine.edge import StopWhenEmpty, fail_at_exit
 from tercet.protocol import EngineError, Revision, TercetError
 from tercet.protocol.access import secrets_of
 from tercet.protocol.names import require_engine_name
-from tercet.protocol.wire import (
-    API_PREFIX,
-    JSON,
-    MSGPACK,
-    LoadAdapterCall,
-    ReplaceAdapterCall,
-)
+from tercet.protocol.wire import API_PREFIX, JSON, MSGPACK, LoadAdapterCall, ReplaceAdapterCall
 from tercet.settings.process_settings import ENGINE_NAME_VARIABLE, PrefillBudget, clients_see_traces
 from tercet.vllm_plugin.edge.adapters import Adapters
 from tercet.vllm_plugin.edge.attached_engine import AttachedEngine

@@ -16,12 +16,7 @@ from typing import Any
 
 import torch
 from vllm.inputs import mm_input
-from vllm.multimodal.inputs import (
-    MultiModalFeatureSpec,
-    MultiModalKwargsItem,
-    MultiModalKwargsItems,
-    PlaceholderRange,
-)
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.utils.jsontree import json_map_leaves
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 

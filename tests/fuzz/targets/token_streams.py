@@ -10,15 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tercet.protocol import (
-    EngineLoad,
-    MoveProposal,
-    NoSpace,
-    Output,
-    OutputStream,
-    TokenLogprob,
-    Usage,
-)
+from tercet.protocol import EngineLoad, MoveProposal, NoSpace, Output, OutputStream, TokenLogprob, Usage
 from tercet.protocol.wire import StartGenerateCall, StreamDestination
 from tercet.wire.client.http_engine import EngineConnection
 from tercet.wire.client.stream_listener import _Arrival

@@ -97,11 +97,7 @@ async def test_a_turn_carries_on_what_was_said_and_waits_for_its_user(server: Fa
     found = await Run(talks(1, turns=3, think=0.05), style_of(server)).records([0.0])
     prompts = [body["prompt"] for body in server.bodies]
     answer = WORDS.encode("w0 w1 w2")
-    assert prompts == [
-        [0, 0, 7],
-        [0, 0, 7, *answer, 0, 1, 7],
-        [0, 0, 7, *answer, 0, 1, 7, *answer, 0, 2, 7],
-    ]
+    assert prompts == [[0, 0, 7], [0, 0, 7, *answer, 0, 1, 7], [0, 0, 7, *answer, 0, 1, 7, *answer, 0, 2, 7]]
     assert [record.input_tokens for record in found] == [record.planned_input for record in found] == [3, 9, 15]
     assert all(later.scheduled == earlier.ended + 0.05 for earlier, later in pairwise(found))
 

@@ -138,12 +138,7 @@ def test_an_answer_has_a_bound_and_says_that_it_was_cut(
     ("text", "url", "code"), [("", None, 2), ("\udcff", None, 2), ("x", "nonsense", 2), ("x", "http://127.0.0.1:9", 1)]
 )
 def test_wrong_use(
-    router: LiveRouter,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Captured,
-    text: str,
-    url: str | None,
-    code: int,
+    router: LiveRouter, monkeypatch: pytest.MonkeyPatch, capsys: Captured, text: str, url: str | None, code: int
 ) -> None:
     piped(monkeypatch, text)
     assert app._run(["chat", "--url", url or router.url]) == code
@@ -157,12 +152,7 @@ def test_wrong_use(
      ("breaks_off", True, "the connection closed before the answer ended")],
 )  # fmt: skip
 def test_an_answer_that_fails_fails_the_command(
-    router: LiveRouter,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Captured,
-    field: str,
-    value: Any,
-    expected: str,
+    router: LiveRouter, monkeypatch: pytest.MonkeyPatch, capsys: Captured, field: str, value: Any, expected: str
 ) -> None:
     setattr(router, field, value)
     piped(monkeypatch, "hello")

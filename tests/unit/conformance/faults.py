@@ -24,10 +24,7 @@ FAULTS: Mapping[str, set[str]] = {
     "reads bodies that are cut": {"test_a_body_that_is_cut_is_left_alone"},
     "refuses in words": {"test_a_refusal_is_json"},
     "refuses objectives that it does not know": {"test_an_objective_that_nobody_knows_is_no_reason_to_refuse"},
-    "says 500 without endpoints": {
-        "test_no_candidate_is_503",
-        "test_without_a_ready_endpoint_the_answer_is_503",
-    },
+    "says 500 without endpoints": {"test_no_candidate_is_503", "test_without_a_ready_endpoint_the_answer_is_503"},
     "says another thing in metadata": {
         "test_header_and_metadata_say_the_same",
         "test_headers_alone_decide_where_no_body_is_shown",

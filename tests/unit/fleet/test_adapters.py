@@ -156,10 +156,7 @@ def test_a_request_stays_with_the_contents_that_it_began_with() -> None:
         fleet.adapters.require("x", began)
     fleet.adapters.reported(fleet.member("y"), status_of(report("a", "2")))
     assert not view.offers("both")
-    with (
-        pytest.raises(UnknownAdapter, match="that it had when the request came"),
-        FleetView(fleet).pick(request=began),
-    ):
+    with pytest.raises(UnknownAdapter, match="that it had when the request came"), FleetView(fleet).pick(request=began):
         pass
     assert fleet.adapters.pinned(request("a")).adapter_digest == "2"
     with pytest.raises(UnknownAdapter, match="this fleet has no adapter 'b'"):

@@ -15,10 +15,7 @@ TINIEST, LARGEST = 5e-324, float_info.max
 ROUNDING = Fraction(1, 10**12)
 
 
-@given(
-    st.lists(st.floats(0, LARGEST), min_size=1, max_size=6).filter(any),
-    st.floats(0, 1, exclude_max=True),
-)
+@given(st.lists(st.floats(0, LARGEST), min_size=1, max_size=6).filter(any), st.floats(0, 1, exclude_max=True))
 @example([TINIEST, TINIEST], 0.25)
 @example([TINIEST, TINIEST], 0.75)
 @example([LARGEST, LARGEST, LARGEST], 0.5)

@@ -107,12 +107,7 @@ class Mixture:
 
     async def run(self) -> Seen:
         built = build_fleet(
-            load_program(self.program),
-            parse_fleet("both=2"),
-            H100,
-            EngineOptions(stream_every=1),
-            0,
-            MovingSettings(),
+            load_program(self.program), parse_fleet("both=2"), H100, EngineOptions(stream_every=1), 0, MovingSettings()
         )
         self.service: Service = built.service
         fleet, loop = built.service.fleet, asyncio.get_running_loop()

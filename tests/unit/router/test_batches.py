@@ -21,14 +21,7 @@ from tercet.protocol import BadRequest, Conflict, EngineLoad, RequestTooLarge, U
 from tercet.protocol.headers import CHAT
 from tercet.router.batches import batch_runner
 from tercet.router.batches.batch_files import Batch, BatchFiles, page_of
-from tercet.router.batches.batch_lines import (
-    BadLines,
-    Lines,
-    answered,
-    known_results,
-    unanswered,
-    write_in_order,
-)
+from tercet.router.batches.batch_lines import BadLines, Lines, answered, known_results, unanswered, write_in_order
 from tercet.router.batches.batch_runner import BatchRunner
 from tercet.router.observe.metrics import Metrics
 from tercet.wire.serving.server_access import OF_BATCH

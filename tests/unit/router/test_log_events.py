@@ -256,7 +256,7 @@ async def test_a_fallback_is_one_line_one_count_and_one_event_of_the_trace(route
     why = "d does not answer: Connection refused"
     assert trace.program == "disaggregated -> data_parallel"
     assert [structs.replace(event, at=0.0) for event in trace.events if event.verb == "fallback"] == [
-        TraceEvent("fallback", "d", reason=f"disaggregated -> data_parallel: {why}", code="engine_unreachable"),
+        TraceEvent("fallback", "d", reason=f"disaggregated -> data_parallel: {why}", code="engine_unreachable")
     ]
     (line,) = told(logs.FALLBACK, logs.RETRY)
     assert line == {

@@ -15,14 +15,7 @@ import msgspec
 import zmq
 
 from tercet.protocol import EngineError, packed
-from tercet.transport import (
-    AgentProcess,
-    AgentSetup,
-    HeadSlice,
-    KVRegion,
-    SendDestination,
-    TransportSettings,
-)
+from tercet.transport import AgentProcess, AgentSetup, HeadSlice, KVRegion, SendDestination, TransportSettings
 from tercet.transport.agent.agent_messages import (
     Command,
     ControlAnswer,
@@ -158,10 +151,7 @@ def opening(send_id: str, lease: str, notify: str, *addresses: tuple[str, ...]) 
 
 
 def step(
-    agent: AgentProcess,
-    opened: Sequence[SendPlan],
-    pushes: Sequence[Push],
-    completed: Sequence[SendComplete] = (),
+    agent: AgentProcess, opened: Sequence[SendPlan], pushes: Sequence[Push], completed: Sequence[SendComplete] = ()
 ) -> None:
     """A forward pass, as a worker tells of it."""
     agent.send(StepBegins(tuple(opened), tuple(pushes)))

@@ -15,16 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tercet.protocol import (
-    BadRequest,
-    Conflict,
-    Content,
-    LeaseEnded,
-    TercetError,
-    TransferFailed,
-    content_of,
-    packed,
-)
+from tercet.protocol import BadRequest, Conflict, Content, LeaseEnded, TercetError, TransferFailed, content_of, packed
 from tercet.transport import Grant
 from tercet.transport.backends.reading import NOWHERE
 from tercet.transport.grants import (

@@ -10,16 +10,7 @@ import numpy as np
 import pytest
 
 from tercet.protocol import KVLayout, TransferFailed, content_of, packed
-from tercet.transport import (
-    BlockShape,
-    HeadSlice,
-    KVRegion,
-    RankTransport,
-    SendReport,
-    local_rank,
-    peer,
-    routes,
-)
+from tercet.transport import BlockShape, HeadSlice, KVRegion, RankTransport, SendReport, local_rank, peer, routes
 from tercet.transport.backends import tcp
 from tercet.transport.peer_messages import FROM_SENDER, MessageSplitter, ReadDescriptors, SendBegin, SendEnd, Welcome
 from tercet.transport.sockets import Post

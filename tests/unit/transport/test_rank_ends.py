@@ -11,12 +11,7 @@ import pytest
 
 from tercet.cluster.ports import free_ports
 from tercet.protocol import BadRequest, Conflict, EngineError, TransferFailed
-from tercet.transport import (
-    HeadSlice,
-    RankTransport,
-    SendDestination,
-    SendReport,
-)
+from tercet.transport import HeadSlice, RankTransport, SendDestination, SendReport
 from tests.unit.transport.models import whose
 from tests.unit.transport.ranks import (
     KIB,

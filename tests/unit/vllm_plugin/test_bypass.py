@@ -212,9 +212,7 @@ async def standing(place: TablePlace, monkeypatch: pytest.MonkeyPatch) -> AsyncI
     await found.close()
 
 
-async def test_kv_goes_out_under_a_word_and_what_the_core_pins_later_is_unpinned(
-    standing: Standing,
-) -> None:
+async def test_kv_goes_out_under_a_word_and_what_the_core_pins_later_is_unpinned(standing: Standing) -> None:
     sending = standing.send()
     push = await standing.pushed()
     assert push.pushes == (Push(push.plan.send_id, 0, tuple(BLOCKS)),)

@@ -25,11 +25,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tercet.protocol import CacheGroup, NoSpace, UnknownSequence, packed
 from tercet.transport import ExtendLease
-from tercet.vllm_plugin.core.cache_groups import (
-    NO_BLOCK,
-    described,
-    require_movable_groups,
-)
+from tercet.vllm_plugin.core.cache_groups import NO_BLOCK, described, require_movable_groups
 from tercet.vllm_plugin.core.reservations import FILLER_TOKEN
 from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
 from tercet.vllm_plugin.hooks import UnsupportedVLLM

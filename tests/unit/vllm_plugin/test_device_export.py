@@ -11,13 +11,7 @@ import torch
 
 from tercet.protocol import TransferFailed
 from tercet.transport import DeviceHandles, LayersDone, Push, RegionShape
-from tercet.transport.torch_blocks import (
-    ComputedEvents,
-    CudaDevice,
-    CudaStream,
-    device_planes,
-    open_device_planes,
-)
+from tercet.transport.torch_blocks import ComputedEvents, CudaDevice, CudaStream, device_planes, open_device_planes
 from tercet.vllm_plugin.core.connector_messages import StepMetadata
 from tercet.vllm_plugin.worker.kv_planes import EVENTS, DeviceExport, LayerPlanes, StepLayers
 from tercet.vllm_plugin.worker.worker_side import WorkerSide

@@ -129,8 +129,7 @@ def test_guesses_that_the_model_does_not_say_are_in_no_send(guessing: VllmConfig
 
 
 @given(
-    prompt=st.integers(1, 3 * BLOCK),
-    steps=st.lists(st.lists(st.booleans(), max_size=GUESSES), min_size=1, max_size=10),
+    prompt=st.integers(1, 3 * BLOCK), steps=st.lists(st.lists(st.booleans(), max_size=GUESSES), min_size=1, max_size=10)
 )
 @settings(max_examples=15)
 def test_what_is_sent_is_what_was_accepted(

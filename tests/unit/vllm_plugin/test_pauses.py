@@ -9,8 +9,7 @@ from .tiny_engine import TinyEngine
 
 
 @pytest.mark.parametrize(
-    ("state", "paused"),
-    [(PauseState.UNPAUSED, ""), (PauseState.PAUSED_NEW, "new"), (PauseState.PAUSED_ALL, "all")],
+    ("state", "paused"), [(PauseState.UNPAUSED, ""), (PauseState.PAUSED_NEW, "new"), (PauseState.PAUSED_ALL, "all")]
 )
 def test_the_status_tells_what_is_paused(engine: TinyEngine, state: PauseState, paused: str) -> None:
     engine.core.scheduler.set_pause_state(state)

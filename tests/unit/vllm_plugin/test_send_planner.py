@@ -375,10 +375,7 @@ def test_whatever_is_in_flight_what_is_sent_is_computed(
 
 @settings(max_examples=settings().max_examples * 3 // 5)
 @given(
-    model=st.sampled_from(list(MODELS)),
-    cached=st.integers(1, 150),
-    more=st.integers(0, 60),
-    begin=st.integers(0, 40),
+    model=st.sampled_from(list(MODELS)), cached=st.integers(1, 150), more=st.integers(0, 60), begin=st.integers(0, 40)
 )
 def test_the_receiver_resumes_where_the_cached_part_ends(
     new_pair: NewPair, model: str, cached: int, more: int, begin: int

@@ -274,10 +274,7 @@ async def test_a_packed_call_is_read_as_well() -> None:
         return {"type": "http.request", "body": body, "more_body": False}
 
     request: Any = SimpleNamespace(
-        receive=receive,
-        headers={},
-        state=None,
-        scope={"headers": [(b"content-type", b"application/msgpack")]},
+        receive=receive, headers={}, state=None, scope={"headers": [(b"content-type", b"application/msgpack")]}
     )
     assert msgspec.to_builtins(await call_in(request, ReleaseCall, MOST, "this engine")) == {"lease": "l"}
 

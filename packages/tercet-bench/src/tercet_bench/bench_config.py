@@ -193,8 +193,7 @@ class ServeConfig(BenchConfig, frozen=True):
 
     program: Annotated[str | None, Setting("Program that serves the requests, at a Tercet router", panel=TARGET)] = None
     label: Annotated[
-        str | None,
-        Setting("Label of this run in a figure", default="the program, or the model", panel=OUTPUT),
+        str | None, Setting("Label of this run in a figure", default="the program, or the model", panel=OUTPUT)
     ] = None
 
 

@@ -46,12 +46,10 @@ class PlannerSettings(Settings, frozen=True):
     # Longest past period whose arrivals a plan uses.
     window_s: Seconds = 180.0
     fewest: Annotated[
-        AtLeastTwo | None,
-        Setting("Fewest engines that a plan may have.", default="the current number", panel=PLANNER),
+        AtLeastTwo | None, Setting("Fewest engines that a plan may have.", default="the current number", panel=PLANNER)
     ] = msgspec.field(default=None, name="planner-min-engines")
     most: Annotated[
-        AtLeastTwo | None,
-        Setting("Most engines that a plan may have.", default="the current number", panel=PLANNER),
+        AtLeastTwo | None, Setting("Most engines that a plan may have.", default="the current number", panel=PLANNER)
     ] = msgspec.field(default=None, name="planner-max-engines")
     margin: Annotated[
         Margin,

@@ -27,14 +27,7 @@ from tercet.fleet.admission import Gate
 from tercet.protocol.headers import REQUEST_ID_HEADER
 from tercet.protocol.wire import JSON
 from tercet.router.batches.batch_files import Batch, BatchFiles, BatchState
-from tercet.router.batches.batch_lines import (
-    BadLines,
-    Line,
-    Lines,
-    answered,
-    unanswered,
-    write_in_order,
-)
+from tercet.router.batches.batch_lines import BadLines, Line, Lines, answered, unanswered, write_in_order
 from tercet.router.observe.metrics import Metrics
 from tercet.wire.serving.server_access import OF_BATCH
 

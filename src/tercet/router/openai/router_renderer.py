@@ -119,8 +119,7 @@ class BoundedTexts(Renderer):
     def _require_short(self, given: Any, unit: str) -> None:
         if len(given) > self._most:
             raise VLLMValidationError(
-                f"prompt: has {len(given)} {unit}; this server accepts at most {self._most} at once",
-                parameter="prompt",
+                f"prompt: has {len(given)} {unit}; this server accepts at most {self._most} at once", parameter="prompt"
             )
 
 

@@ -153,12 +153,7 @@ class RayCluster:
         self.head = Node("127.0.0.2", head, environment, place / "head.log", client)
         joining = [f"--address={self.address}"]
         self.nodes = [
-            Node(
-                f"127.0.0.{index + 3}",
-                [*joining, "--num-cpus=2"],
-                environment,
-                place / f"{index}.log",
-            )
+            Node(f"127.0.0.{index + 3}", [*joining, "--num-cpus=2"], environment, place / f"{index}.log")
             for index in range(nodes)
         ]
 

@@ -77,9 +77,7 @@ class Process:
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from("abc"), st.sampled_from("abc")), max_size=40)
 )
-def test_no_order_of_events_exceeds_the_limits_of_several_processes(
-    events: list[tuple[int, bool, str, str]],
-) -> None:
+def test_no_order_of_events_exceeds_the_limits_of_several_processes(events: list[tuple[int, bool, str, str]]) -> None:
     board, limits = Board(), MoveSettings(at_once=3, per_engine=2)
     processes = [MovesUnderWay(limits, Process(board, number)) for number in range(3)]
     open_moves: list[list[ExitStack]] = [[], [], []]

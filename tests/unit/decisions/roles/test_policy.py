@@ -9,15 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tercet.decisions.planning import ObservedEngine, ObservedRequest
-from tercet.decisions.roles import (
-    LASTING_S,
-    REST_S,
-    REVERSAL_S,
-    FleetHistory,
-    RoleController,
-    RoleFlip,
-    idlest,
-)
+from tercet.decisions.roles import LASTING_S, REST_S, REVERSAL_S, FleetHistory, RoleController, RoleFlip, idlest
 from tercet.protocol import BadRequest
 from tercet.settings.fleet_settings import Objectives
 

@@ -206,10 +206,7 @@ def test_prefill_and_decode_with_a_producer(tmp_path: Path, said: dict[str, Any]
 @pytest.mark.parametrize("kind", ["pd-profile-handler", "disagg-profile-handler"])
 def test_handlers_in_their_older_forms(tmp_path: Path, parameters: dict[str, Any], kind: str) -> None:
     found = made_of(
-        tmp_path,
-        {"type": kind, "parameters": parameters},
-        "always-disagg-pd-decider",
-        profiles={"d": {}, "p": {}},
+        tmp_path, {"type": kind, "parameters": parameters}, "always-disagg-pd-decider", profiles={"d": {}, "p": {}}
     )
     assert (found.by_role["decode"], found.by_role["prefill"], found.decider) == ("d", "p", AlwaysDisaggregate())
 

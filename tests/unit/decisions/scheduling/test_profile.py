@@ -156,8 +156,7 @@ def kept(bench: Bench, plugin: Filter) -> str:
 
 
 @pytest.mark.parametrize(
-    ("plugin", "names"),
-    [(PrefillFilter(), "pb"), (PrefillFilter(allows_both=False), "p"), (DecodeFilter(), "db")],
+    ("plugin", "names"), [(PrefillFilter(), "pb"), (PrefillFilter(allows_both=False), "p"), (DecodeFilter(), "db")]
 )
 def test_roles(plugin: Filter, names: str) -> None:
     bench = Bench(View("p", "prefill"), View("d", "decode"), View("b", "both"))

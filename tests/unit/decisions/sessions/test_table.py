@@ -86,10 +86,7 @@ def test_the_name_of_a_session(headers: dict[str, str], body: str | None, named:
     ("body", "named"),
     [
         ({"nvext": {"agent_context": {"session_id": "run", "trajectory_id": "run:planner"}}}, "run:planner"),
-        (
-            {"nvext": {"agent_context": {"session_id": "chain", "session_type_id": "x"}}, "program_id": "p"},
-            "chain",
-        ),
+        ({"nvext": {"agent_context": {"session_id": "chain", "session_type_id": "x"}}, "program_id": "p"}, "chain"),
         ({"nvext": {"session_control": {"session_id": "c", "action": "open", "timeout": 30}}}, "c"),
         ({"program_id": "p", "model": "m"}, "p"),
         ({"nvext": {"agent_context": {"session_id": ""}}, "program_id": "p"}, "p"),

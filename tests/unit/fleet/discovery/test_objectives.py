@@ -56,10 +56,7 @@ async def test_objectives_of_the_pool_come_change_and_go() -> None:
 
 @pytest.mark.parametrize(
     ("group", "names"),
-    [
-        ("inference.networking.k8s.io", {"said", "unsaid"}),
-        ("inference.networking.x-k8s.io", {"earlier"}),
-    ],
+    [("inference.networking.k8s.io", {"said", "unsaid"}), ("inference.networking.x-k8s.io", {"earlier"})],
 )
 async def test_a_pool_of_the_same_name_in_another_group_is_another_pool(group: str, names: set[str]) -> None:
     async with api_server() as server:

@@ -178,9 +178,7 @@ def test_an_answer_is_found_as_a_part_of_the_next_prompt() -> None:
     assert pool.match(following, 12).blocks == 11
 
 
-@given(
-    st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 6), st.integers(0, 3)), max_size=60),
-)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 6), st.integers(0, 3)), max_size=60))
 def test_counts_always_add_up(steps: list[tuple[bool, int, int, int]]) -> None:
     """Whatever holders do, nothing is lost: pinned + unused never exceed the pool, and all of it comes back."""
     pool, holders = pool_of(16), list[Holding]()

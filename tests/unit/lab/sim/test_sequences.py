@@ -98,12 +98,7 @@ def _run(seed: int, every: int, schedule: Schedule, blocks: int) -> Ends:
 
     async def main() -> Ends:
         chance, ends = random.Random(seed), Ends()
-        options = EngineOptions(
-            stream_every=every,
-            schedule=schedule,
-            max_num_batched_tokens=96,
-            max_num_seqs=12,
-        )
+        options = EngineOptions(stream_every=every, schedule=schedule, max_num_batched_tokens=96, max_num_seqs=12)
         engine = SimEngine("a", profile_of(TIMES, blocks), Network(), options)
         tasks: list[asyncio.Task[None]] = []
         for index in range(30):

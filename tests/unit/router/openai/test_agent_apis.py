@@ -139,8 +139,7 @@ def test_forms_of_responses(parsing: LiveRouters, taken: list[str], more: dict[s
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"enable_response_messages": True}],
+    "more", [{"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"enable_response_messages": True}]
 )
 def test_forms_that_are_left_to_vllm(parsing: LiveRouters, taken: list[str], more: dict[str, Any]) -> None:
     parsing.parse_with()

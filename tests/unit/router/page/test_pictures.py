@@ -30,11 +30,7 @@ AT = 0.45
 """Share of the run that has passed."""
 BROWSER = "chromium"
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(COMMAND is None, reason=MISSING),
-    pytest.mark.timeout(300),
-]
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(COMMAND is None, reason=MISSING), pytest.mark.timeout(300)]
 
 
 def small(png: bytes) -> Image.Image:

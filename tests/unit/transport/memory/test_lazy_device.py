@@ -20,15 +20,7 @@ from tercet.transport import BlockOrder, KVRegion, RankTransport, RegionShape, T
 from tercet.transport.backends import tcp
 from tercet.transport.region import Numbers, rearranged
 from tercet.transport.staged import BUFFERS, DeviceLost, IsOver, StagedMemory, wait_until
-from tercet.transport.torch_blocks import (
-    CopyDevice,
-    CudaDevice,
-    PeerBlocks,
-    Planes,
-    Side,
-    TorchBlocks,
-    host_planes,
-)
+from tercet.transport.torch_blocks import CopyDevice, CudaDevice, PeerBlocks, Planes, Side, TorchBlocks, host_planes
 from tests.unit.transport.memory.lazy_device import LazyDevice
 from tests.unit.transport.ranks import FINGERPRINT, content, expected_after, filled, idle, settle, transfer
 

@@ -111,9 +111,7 @@ async def ask(client: HttpEngine, request: Request) -> None:
                 pass
 
 
-async def test_calls_without_adapters_and_images_have_the_fields_of_before(
-    earlier: tuple[Earlier, HttpEngine],
-) -> None:
+async def test_calls_without_adapters_and_images_have_the_fields_of_before(earlier: tuple[Earlier, HttpEngine]) -> None:
     engine, client = earlier
     await ask(client, PLAIN)
     assert engine.refused == []

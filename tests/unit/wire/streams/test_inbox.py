@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 from tercet.protocol import EngineError, EngineUnreachable, Output, OutputStream, TercetError
 from tercet.wire.client.http_engine import SequenceInbox
 from tercet.wire.streams import TokenDelta
-from tercet.wire.streams.wire_format import (
-    DeltaDetails,
-    OutputBatch,
-    delta_of,
-    failed_delta,
-)
+from tercet.wire.streams.wire_format import DeltaDetails, OutputBatch, delta_of, failed_delta
 
 LENGTH = 12
 

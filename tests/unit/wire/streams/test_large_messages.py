@@ -134,9 +134,7 @@ async def test_a_message_that_is_read_late_does_not_end_the_others(
 
 
 @pytest.mark.slow
-async def test_a_router_that_reads_nothing_is_given_up_and_memory_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_router_that_reads_nothing_is_given_up_and_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_connection, "MOST_UNSENT", 256 * 1024)
     async with connected() as pair:
         reading: Any = pair.engine._transport

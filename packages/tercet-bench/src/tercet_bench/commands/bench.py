@@ -27,14 +27,7 @@ from tercet.cli.setting_flags import (
 from tercet.cli.terminal import require_folder
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
-from tercet_bench.bench_config import (
-    OUTPUT,
-    REQUESTS,
-    BenchConfig,
-    CompareConfig,
-    ServeConfig,
-    load_config,
-)
+from tercet_bench.bench_config import OUTPUT, REQUESTS, BenchConfig, CompareConfig, ServeConfig, load_config
 from tercet_lab.drawing import require_drawing
 from tercet_lab.slo import limits_of
 
@@ -61,9 +54,7 @@ BY_HAND: dict[str, Any] = {
     "records": Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="File for one row for each request (.csv, or .parquet).",
-            rich_help_panel=OUTPUT,
+            metavar="FILE", help="File for one row for each request (.csv, or .parquet).", rich_help_panel=OUTPUT
         ),
     ],
     "config": Annotated[

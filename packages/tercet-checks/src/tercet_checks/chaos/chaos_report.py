@@ -219,10 +219,7 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 def violations_of(
-    records: Sequence[ClientRecord],
-    calm: Mapping[int, tuple[Piece, ...]],
-    left: Sequence[Leftover],
-    patience: float,
+    records: Sequence[ClientRecord], calm: Mapping[int, tuple[Piece, ...]], left: Sequence[Leftover], patience: float
 ) -> list[Violation]:
     """Return all violations of a run.
 

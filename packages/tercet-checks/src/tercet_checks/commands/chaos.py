@@ -81,8 +81,7 @@ class ChaosConfig(Settings, frozen=True):
     save: Annotated[str | None, Setting("Write the faults to a file before the run.", metavar="FILE")] = None
     plan: Annotated[bool, Setting("Print the faults without running them.")] = False
     simulate: Annotated[
-        str | None,
-        Setting("Profile of simulated engines, each in its own process; needs --real.", metavar="PROFILE"),
+        str | None, Setting("Profile of simulated engines, each in its own process; needs --real.", metavar="PROFILE")
     ] = None
     log_dir: Annotated[str | None, Setting("Folder for logs; needs --real.", metavar="FOLDER", default="no logs")] = (
         None

@@ -40,14 +40,7 @@ from tercet.wire.serving.http_server import json_response, served, unless_discon
 from tercet.wire.serving.verb_routes import event_stream, together
 from tercet_lab.sim.engine_options import EngineOptions
 from tercet_lab.sim.sim_engine import SimEngine
-from tercet_lab.sim.sim_verbs import (
-    HeldBodies,
-    HttpNetwork,
-    SimVerbs,
-    call_in,
-    text_of,
-    tokens_of,
-)
+from tercet_lab.sim.sim_verbs import HeldBodies, HttpNetwork, SimVerbs, call_in, text_of, tokens_of
 from tercet_lab.sim.step_times import Profile
 
 # vLLM's names, so that code that reads the load of a real engine can read this engine's.

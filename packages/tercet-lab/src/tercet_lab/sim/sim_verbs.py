@@ -55,14 +55,7 @@ from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer
 from tercet.wire.serving import http_server
 from tercet.wire.serving.http_server import error_handlers, error_response
 from tercet.wire.serving.server_access import read_whole
-from tercet.wire.serving.verb_routes import (
-    LONGEST_BODY,
-    ROUTES,
-    VerbRoute,
-    VerbServer,
-    starlette_routes,
-    verb_route,
-)
+from tercet.wire.serving.verb_routes import LONGEST_BODY, ROUTES, VerbRoute, VerbServer, starlette_routes, verb_route
 from tercet.wire.streams import RouterConnection, RouterConnections, SequenceSender
 from tercet_lab.sim.block_pool import VOCABULARY, Prompt
 from tercet_lab.sim.network import Network, SendTarget

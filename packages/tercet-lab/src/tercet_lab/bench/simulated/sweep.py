@@ -15,15 +15,7 @@ from tercet import __version__
 from tercet.protocol import BadRequest
 from tercet_lab.bench.results import Point, enough, three_digits
 from tercet_lab.bench.simulated.experiment import Experiment
-from tercet_lab.bench.simulated.grid import (
-    Estimate,
-    Grid,
-    Standing,
-    cells_of,
-    grid_of,
-    in_words,
-    swept_metric,
-)
+from tercet_lab.bench.simulated.grid import Estimate, Grid, Standing, cells_of, grid_of, in_words, swept_metric
 from tercet_lab.bench.simulated.run_metrics import metric_of
 from tercet_lab.bench.simulated.simulation import NONE, SimulatedPoint, bench_file, figure_headings, figures_of
 from tercet_lab.bench.workloads.conversations import refuse
