@@ -21,7 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from tercet.protocol import TercetError, TransferFailed
-from tercet.transport.backends.reading import Batch, Copies, Fence, copies_of, staging_copies
+from tercet.transport.backends.reading import Batch, Copies, UnderLease, copies_of, staging_copies
 from tercet.transport.backends.tcp import TcpReader
 from tercet.transport.grants import GrantTable
 from tercet.transport.local_rank import Agreement, LocalRank
@@ -153,7 +153,7 @@ class Inbound:
         chunk = self._with_unit(chunk)
         settled: list[Action] = []
         try:
-            # What waits is read first: a batch is of one send, since its fence asks for one send's word.
+            # What waits is read first: a batch is of one send, since its reader asks for one send's word.
             if not self._fits(chunk):
                 settled = self.settle()
             batch = self._batch or self._new_batch(chunk)
@@ -345,9 +345,9 @@ class SenderSession:
                     self._say(refused)
 
     def _read(self, batch: Batch) -> list[Action]:
-        fence: Fence = (lambda step: step()) if batch.staged else self._fence(batch)
+        under_lease: UnderLease = (lambda step: step()) if batch.staged else self._under_lease(batch)
         try:
-            alive = self._agreed.reader.read(batch, fence)
+            alive = self._agreed.reader.read(batch, under_lease)
             if batch.staged and alive:
                 self._convert(batch)
         except ProtocolViolation:
@@ -374,7 +374,7 @@ class SenderSession:
             return False
         return True
 
-    def _fence(self, batch: Batch) -> Fence:
+    def _under_lease(self, batch: Batch) -> UnderLease:
         begun = False
 
         def begin(step: Callable[[], int]) -> int:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request as VLLMRequest
 
-    from tercet.vllm_plugin.core.fence import SiblingFence
+    from tercet.vllm_plugin.core.sibling_waits import SiblingWaits
 
 
 class TercetConnector(KVConnectorBase_V1, SupportsHMA):
@@ -156,12 +156,12 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """True while sends or reservations wait for the end of a step, which an idle engine would not begin."""
         scheduler = self._scheduler
-        return scheduler is not None and (scheduler.sends.held_back or bool(scheduler.fence))
+        return scheduler is not None and (scheduler.sends.held_back or bool(scheduler.sibling_waits))
 
     @property
-    def fence(self) -> SiblingFence | None:
-        """The fence between leases and siblings; None without siblings, and before the scheduler is attached."""
-        return None if self._scheduler is None else self._scheduler.fence
+    def sibling_waits(self) -> SiblingWaits | None:
+        """Waits of leases for siblings; None without siblings, and before the scheduler is attached."""
+        return None if self._scheduler is None else self._scheduler.sibling_waits
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Record that a step has ended, before any client has its tokens. Tercet adds no events."""

@@ -5,7 +5,7 @@ vLLM's own. What differs, for each engine::
 
     start    Tercet registers KV first: on CPUs it exchanges the memory's pages, and others may pin what they find
     start    each connector gets its own handshakes from all workers, and only those
-    step     siblings plan first, and Tercet last: then the blocks that they read are known (:mod:`.core.fence`)
+    step     siblings plan first, and Tercet last: then the blocks that they read are known (:mod:`.core.sibling_waits`)
     step     Tercet sees which loads failed before it sends what they loaded (:class:`.core.scheduler_side.SendPlanner`)
     request  it is computed if siblings do not say in time what they have of its prompt
 """
@@ -101,8 +101,8 @@ class MultiConnector(multi_connector.MultiConnector):
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the siblings' events, and record at once that a step has ended: vLLM's own waits for a reader."""
         events = [event for each in self.tercet.siblings for event in each.take_events()]
-        if (fence := self.tercet.fence) is not None:
-            fence.tiers.note(events)
+        if (waits := self.tercet.sibling_waits) is not None:
+            waits.tiers.note(events)
         return [*events, *self.tercet.take_events()]
 
     def get_finished_count(self) -> int | None:
@@ -111,7 +111,7 @@ class MultiConnector(multi_connector.MultiConnector):
         return siblings[0].get_finished_count() if len(siblings) == 1 else super().get_finished_count()
 
     def reset_cache(self) -> bool:
-        """Reset the siblings' caches, but not what Tercet knows to be in flight there: see :mod:`.core.fence`."""
-        if (fence := self.tercet.fence) is not None:
-            fence.siblings_reset()
+        """Reset the siblings' caches, but not what Tercet knows to be in flight: see :mod:`.core.sibling_waits`."""
+        if (waits := self.tercet.sibling_waits) is not None:
+            waits.siblings_reset()
         return super().reset_cache()

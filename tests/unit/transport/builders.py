@@ -10,7 +10,7 @@ import msgspec
 
 from tercet.transport import BlockShape, KVRegion, TransportSettings
 from tercet.transport.backends import Backend
-from tercet.transport.backends.reading import Batch, Copies, Fence, Reader, SendingPeer, in_steps
+from tercet.transport.backends.reading import Batch, Copies, Reader, SendingPeer, UnderLease, in_steps
 from tercet.transport.grants import GrantTable
 from tercet.transport.inbound import Pace, SenderSession
 from tercet.transport.local_rank import Agreement, LocalRank, agree, require_ours
@@ -52,10 +52,10 @@ class FakeReader:
         self.closed = 0
         self.at_a_time = 1024
 
-    def read(self, batch: Batch, fence: Fence) -> bool:
+    def read(self, batch: Batch, under_lease: UnderLease) -> bool:
         self.before()
         for some, nbytes in in_steps(batch.rows, self.at_a_time):
-            fence(lambda some=some, nbytes=nbytes: self._copy(some, batch.target) or nbytes)
+            under_lease(lambda some=some, nbytes=nbytes: self._copy(some, batch.target) or nbytes)
         self.after()
         return self.theirs.has_word(batch.send)
 

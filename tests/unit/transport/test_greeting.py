@@ -13,7 +13,7 @@ from tercet.protocol import TransferFailed
 from tercet.protocol.access import secrets_of
 from tercet.transport import BlockShape, KVRegion
 from tercet.transport.backends import BackendUnavailable
-from tercet.transport.backends.reading import Batch, Fence, HostBackend
+from tercet.transport.backends.reading import Batch, HostBackend, UnderLease
 from tercet.transport.peer_messages import Challenge, ProtocolViolation
 from tercet.transport.region import RegionShape
 from tests.unit.transport.builders import (
@@ -142,7 +142,7 @@ def test_a_region_that_does_not_hold_its_blocks_is_not_read(shape: RegionShape |
 
 def test_a_reader_that_fails_its_check_is_closed() -> None:
     class Broken(FakeReader):
-        def read(self, batch: Batch, fence: Fence) -> bool:
+        def read(self, batch: Batch, under_lease: UnderLease) -> bool:
             raise OSError("the sender is gone")
 
     theirs = sending_region()

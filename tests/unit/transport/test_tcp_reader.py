@@ -12,7 +12,7 @@ import pytest
 
 from tercet.protocol import LeaseEnded, TransferFailed
 from tercet.transport.backends import tcp
-from tercet.transport.backends.reading import Batch, Fence
+from tercet.transport.backends.reading import Batch, UnderLease
 from tercet.transport.backends.tcp import TcpReader
 from tercet.transport.peer_messages import (
     REQUESTS,
@@ -200,16 +200,16 @@ def test_a_chunk_of_any_size_is_not_asked_for_early() -> None:
     assert asked == [(SEND, 0)]
 
 
-def ending_after(steps: int) -> Fence:
+def ending_after(steps: int) -> UnderLease:
     """A lease that ends after some steps."""
     left = iter(range(steps))
 
-    def fence(step: Callable[[], int]) -> int:
+    def under_lease(step: Callable[[], int]) -> int:
         if next(left, None) is None:
             raise LeaseEnded("the lease has ended")
         return step()
 
-    return fence
+    return under_lease
 
 
 @pytest.mark.parametrize("servers", [1, 2])

@@ -26,7 +26,7 @@ from tercet.protocol import NoSpace
 from tercet.vllm_plugin import siblings
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import StepMetadata
-from tercet.vllm_plugin.core.fence import HOLD_THEIR_BLOCKS, SiblingFence, TierBlocks
+from tercet.vllm_plugin.core.sibling_waits import HOLD_THEIR_BLOCKS, SiblingWaits, TierBlocks
 from tercet.vllm_plugin.hooks import Code, Has
 from tercet.vllm_plugin.siblings import MultiConnector, SiblingHandshakes
 
@@ -286,7 +286,7 @@ HOLD_BY = {
         )
     },
 }
-"""Where the code of each connector that the fence does not wait for holds its blocks."""
+"""Where the code of each connector that a lease does not wait for holds its blocks."""
 KNOWN = [*HOLD_BY, "OffloadingConnector", "LMCacheConnectorV1"]
 
 
@@ -354,8 +354,8 @@ def test_the_schedule_that_gave_wrong_tokens(config: VllmConfig, delay: int) -> 
     assert engine.wrong == []
 
 
-def test_without_the_fence_that_schedule_is_wrong(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SiblingFence, "_in_use", lambda *_: "")
+def test_without_the_wait_that_schedule_is_wrong(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SiblingWaits, "_in_use", lambda *_: "")
     engine = TieredEngine(config, delay=5)
     l2 = race(engine)
     engine.step()
@@ -452,9 +452,9 @@ class Silent:
 def test_a_connector_that_says_nothing_is_waited_for_as_a_whole(config: VllmConfig) -> None:
     engine = TieredEngine(config)
     silent: Any = Silent()
-    fence = engine.side.fence
-    assert fence is not None
-    fence._silent = [silent]
+    waits = engine.side.sibling_waits
+    assert waits is not None
+    waits._silent = [silent]
     engine.run(engine.add("x", [*tokens_of(4 * BLOCK), 5], max_tokens=1))
     silent.works = True
     l1 = ask(engine, "1" * 32, tokens_of(3 * BLOCK, start=900))
@@ -537,6 +537,6 @@ def test_of_schedules_with_loads_from_files_none_is_wrong(
     assert len(list(tmp_path.rglob("*.bin"))) > 200
 
 
-def test_without_the_fence_many_are_wrong(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SiblingFence, "_in_use", lambda *_: "")
+def test_without_the_wait_many_are_wrong(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SiblingWaits, "_in_use", lambda *_: "")
     assert wrong_of(config, 100)[0] > 5

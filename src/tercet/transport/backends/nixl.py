@@ -38,11 +38,11 @@ from tercet.transport.backends.reading import (
     BackendUnavailable,
     Batch,
     Copies,
-    Fence,
     Reader,
     RegisteredReader,
     RegisteredRegion,
     SendingPeer,
+    UnderLease,
     understood,
 )
 from tercet.transport.peer_messages import BLOCK_NUMBER, ReadDescriptors
@@ -377,17 +377,17 @@ class NixlDeviceReader(Reader):
         self._words, self._blocks, self._theirs, self._shape = words, blocks, theirs, shape
         self._ours, self._landings = ours, landings
 
-    def read(self, batch: Batch, fence: Fence) -> bool:
+    def read(self, batch: Batch, under_lease: UnderLease) -> bool:
         for chunk, blocks in zip(batch.chunks, batch.blocks, strict=True):
             here = range(chunk.layer, chunk.layer + chunk.layers), blocks, chunk.part * chunk.size
             with self._landings.taken() as landing:
                 self._fetch(chunk, landing)
-                fence(
+                under_lease(
                     lambda landing=landing, here=here, size=chunk.size: self._ours.put_landed(
                         landing, here, size, batch.order
                     )
                 )
-        return self._words.read(Batch(batch.send, batch.lease, memoryview(b"")), fence)
+        return self._words.read(Batch(batch.send, batch.lease, memoryview(b"")), under_lease)
 
     def require_block(self) -> None:
         """Check the reader: read the first block of each plane; raise :class:`~tercet.protocol.TransferFailed`."""

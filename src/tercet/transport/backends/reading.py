@@ -44,7 +44,7 @@ from tercet.transport.staged import Places, StagedMemory
 Copies = NDArray[np.int64]
 # Runs a step that copies while the lease is held, and returns its number of bytes; raises LeaseEnded if the lease has
 # ended. A step waits for a peer for a few milliseconds at most: revoking the lease waits for the step.
-Fence = Callable[[Callable[[], int]], int]
+UnderLease = Callable[[Callable[[], int]], int]
 
 # Adjacent copies are joined up to this size, in bytes.
 MAX_COPY_BYTES = 1024 * 1024
@@ -92,11 +92,11 @@ class Batch:
 class Reader(Protocol):
     """Reader of one sender's region."""
 
-    def read(self, batch: Batch, fence: Fence) -> bool:
+    def read(self, batch: Batch, under_lease: UnderLease) -> bool:
         """Copy all chunks; return True if the send's generation word was still set after that, as valid KV requires.
 
         An empty batch only checks the word. After this method has returned or raised, no byte is written to our region.
-        Raises :class:`~tercet.protocol.TransferFailed`, ``OSError``, or an error of ``fence``.
+        Raises :class:`~tercet.protocol.TransferFailed`, ``OSError``, or an error of ``under_lease``.
         """
         ...
 
@@ -256,9 +256,9 @@ class RegisteredReader(Reader):
         """Copy bytes; raise :class:`~tercet.protocol.TransferFailed` after the last write."""
         raise NotImplementedError
 
-    def read(self, batch: Batch, fence: Fence) -> bool:
+    def read(self, batch: Batch, under_lease: UnderLease) -> bool:
         for some, nbytes in in_steps(batch.rows, READ_BYTES):
-            fence(lambda some=some, nbytes=nbytes: self.copy(some) or nbytes)
+            under_lease(lambda some=some, nbytes=nbytes: self.copy(some) or nbytes)
         return self.word(self._theirs.word(batch.send)) == batch.send
 
     def word(self, there: int) -> int:
@@ -351,9 +351,9 @@ class HostReader(Reader):
         self._theirs = memoryview(theirs)
         start_thread("tercet-map", _touch, theirs, filled)
 
-    def read(self, batch: Batch, fence: Fence) -> bool:
+    def read(self, batch: Batch, under_lease: UnderLease) -> bool:
         for some, nbytes in in_steps(batch.rows, STEP_BYTES):
-            fence(lambda some=some, nbytes=nbytes: self._copy(some, batch.target, nbytes))
+            under_lease(lambda some=some, nbytes=nbytes: self._copy(some, batch.target, nbytes))
         word = self._shape.word(batch.send)
         return int.from_bytes(self._theirs[word : word + WORD_BYTES], "little") == batch.send
 
@@ -411,11 +411,11 @@ class IpcReader(Reader):
         self._words, self._ours = words, ours
         self._theirs: object | None = theirs
 
-    def read(self, batch: Batch, fence: Fence) -> bool:
+    def read(self, batch: Batch, under_lease: UnderLease) -> bool:
         chunks = [_places(chunk, blocks) for chunk, blocks in zip(batch.chunks, batch.blocks, strict=True)]
         if chunks:
-            fence(lambda: self._ours.copy_across(self._theirs, chunks, batch.order))
-        return self._words.read(Batch(batch.send, batch.lease, memoryview(b"")), fence)
+            under_lease(lambda: self._ours.copy_across(self._theirs, chunks, batch.order))
+        return self._words.read(Batch(batch.send, batch.lease, memoryview(b"")), under_lease)
 
     def close(self) -> None:
         # The mapping ends with its last user. Until then the memory of a dead worker may stay allocated, and

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tercet.protocol import TercetError, TransferFailed
-from tercet.transport.backends.reading import NOWHERE, Backend, Batch, Fence, SendingPeer
+from tercet.transport.backends.reading import NOWHERE, Backend, Batch, SendingPeer, UnderLease
 from tercet.transport.peer_messages import (
     REQUESTS,
     WORD,
@@ -147,10 +147,10 @@ class TcpReader:
                 connection.skip(chunk.nbytes)
                 connection.word()
 
-    def read(self, batch: Batch, fence: Fence) -> bool:
+    def read(self, batch: Batch, under_lease: UnderLease) -> bool:
         if not batch.chunks:
             return True
-        work = _Work(batch, fence)
+        work = _Work(batch, under_lease)
         connections = {each: work.begin() for each in self._ready()[: len(batch.chunks)]}
         self._early = [
             (connection, chunk) for connection, chunk in self._early
@@ -201,8 +201,8 @@ class _Asked:
 class _Work:
     """A batch that several connections share; each takes the next chunk when it has room for it."""
 
-    def __init__(self, batch: Batch, fence: Fence) -> None:
-        self._batch, self._fence = batch, fence
+    def __init__(self, batch: Batch, under_lease: UnderLease) -> None:
+        self._batch, self._under_lease = batch, under_lease
         self._left = deque(range(len(batch.chunks)))  # the numbers of those that no connection has taken
         self._working = 0
         self._alive = True
@@ -324,7 +324,7 @@ class _Work:
         while into.left:
             connection.wait()
             try:
-                self._fence(lambda: connection.fill(into))
+                self._under_lease(lambda: connection.fill(into))
             except TercetError as error:
                 self._fail(error)
                 connection.skip(into.left)
@@ -338,7 +338,7 @@ class _Work:
         layers, blocks = range(chunk.layer, chunk.layer + chunk.layers), self._batch.blocks[asked.index]
         try:
             here, order = chunk.part * chunk.size, self._batch.order
-            self._fence(lambda: memory.put(room, layers, blocks, here, chunk.size, order))
+            self._under_lease(lambda: memory.put(room, layers, blocks, here, chunk.size, order))
         except TercetError as error:
             self._fail(error)
 

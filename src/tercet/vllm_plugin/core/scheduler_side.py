@@ -28,8 +28,8 @@ from tercet.transport import CoreWords, Push, SendComplete
 from tercet.vllm_plugin.core.background import BackgroundRequests
 from tercet.vllm_plugin.core.cache_groups import GroupTables
 from tercet.vllm_plugin.core.connector_messages import StepMetadata, TercetParams
-from tercet.vllm_plugin.core.fence import SiblingFence
 from tercet.vllm_plugin.core.reservations import ReservationQueue, Reservations, give_way, same_adapter, same_features
+from tercet.vllm_plugin.core.sibling_waits import SiblingWaits
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -587,11 +587,11 @@ class SchedulerSide:
         self.resumed = ResumedRequests(scheduler)
         self.background = BackgroundRequests(scheduler, self.queue.wanted)
         self.tables = tables
-        self.fence = SiblingFence(scheduler, self.reservations, siblings, self.sends) if siblings else None
+        self.sibling_waits = SiblingWaits(scheduler, self.reservations, siblings, self.sends) if siblings else None
 
     def reserve(self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt) -> Future[ReservedBlocks]:
         """Reserve as :meth:`ReservationQueue.reserve` does; the answer waits for the engine's other connectors."""
-        return self._fenced(lease, self.queue.reserve(lease, owner, prompt), is_new=True)
+        return self._after_siblings(lease, self.queue.reserve(lease, owner, prompt), is_new=True)
 
     def extend(self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt) -> Future[ReservedBlocks]:
         """Extend a lease as :meth:`ReservationQueue.extend` does; the answer waits as that of :meth:`reserve`.
@@ -600,15 +600,15 @@ class SchedulerSide:
         """
         reserved: Future[ReservedBlocks] = Future()
         reserved.set_result(self.queue.extend(lease, owner, prompt))
-        return self._fenced(lease, reserved, is_new=False)
+        return self._after_siblings(lease, reserved, is_new=False)
 
-    def _fenced(self, lease: str, reserved: Future[ReservedBlocks], *, is_new: bool) -> Future[ReservedBlocks]:
-        return reserved if self.fence is None else self.fence.pass_on(lease, reserved, is_new=is_new)
+    def _after_siblings(self, lease: str, reserved: Future[ReservedBlocks], *, is_new: bool) -> Future[ReservedBlocks]:
+        return reserved if self.sibling_waits is None else self.sibling_waits.pass_on(lease, reserved, is_new=is_new)
 
     def give_up(self, lease: str) -> None:
         """End the wait of a reservation for blocks, or for other connectors that use them."""
         self.queue.give_up(lease)
-        if self.fence is not None and self.fence.give_up(lease):
+        if self.sibling_waits is not None and self.sibling_waits.give_up(lease):
             self.queue.admit()
 
     def begin(self, request: VLLMRequest, params: TercetParams) -> None:
@@ -620,16 +620,16 @@ class SchedulerSide:
         if params.seq is not None and params.seq.output:
             self.resumed.begin(request, params.seq.output)
         if params.seq is not None and params.seq.lease is not None:
-            if self.fence is not None:
-                self.fence.give_up(params.seq.lease)
+            if self.sibling_waits is not None:
+                self.sibling_waits.give_up(params.seq.lease)
             self.reservations.adopt(params.seq.lease, params.seq.valid_end, request)
         if params.seq is not None and params.seq.number and self.tables is not None:
             self.tables.follow(request, params.seq.number)
 
     def plan(self, output: SchedulerOutput) -> StepMetadata:
         metadata = StepMetadata()
-        if self.fence is not None:
-            self.fence.planned(output)
+        if self.sibling_waits is not None:
+            self.sibling_waits.planned(output)
         if not give_way(self._scheduler, output):
             self.queue.admit()
         self.sends.plan(output, metadata)
@@ -643,15 +643,15 @@ class SchedulerSide:
     def loads_failed(self, blocks: set[int]) -> None:
         """Stop uses of KV that other connectors could not load into these blocks."""
         failed = self.sends.loads_failed(blocks)
-        if self.fence is not None:
-            self.fence.loads_failed(failed)
+        if self.sibling_waits is not None:
+            self.sibling_waits.loads_failed(failed)
 
     def stepped(self) -> None:
         self.sends.stepped()
         if self.background:
             self.background.stepped()
-        if self.fence is not None:
-            self.fence.stepped()
+        if self.sibling_waits is not None:
+            self.sibling_waits.stepped()
         if self.tables is not None:
             self.tables.publish()
 

@@ -1,4 +1,4 @@
-"""The fence between leases and other connectors: no block is opened for a peer while a sibling reads or writes it.
+"""Waits of leases for other connectors: no block is opened for a peer while a sibling reads or writes it.
 
 A sibling may read blocks that the block pool has taken back. vLLM's OffloadingConnector does: it stores KV of finished
 requests a step later, in the background, and waits only before a *scheduled* request gets these blocks. A lease is not
@@ -7,7 +7,7 @@ scheduled, and its peer writes at once, so the tier would keep the peer's KV und
     step       X ends        X's store is planned
     pool       X's blocks free ──▶ lease ......................... answer ──▶ peer writes
     sibling                  '──────── reads X's blocks ─────────'
-                                                 this wait is the fence's
+                                                 this is the wait
 
 So the blocks belong to the lease at once, and its answer waits. Which blocks are busy is a sibling's to say:
 
@@ -87,7 +87,7 @@ class TierBlocks:
 
 
 @dataclass
-class Fenced:
+class WaitingLease:
     """A reservation that has its blocks and waits for siblings."""
 
     found: ReservedBlocks
@@ -99,7 +99,7 @@ class Fenced:
     why: str = ""
 
 
-class SiblingFence:
+class SiblingWaits:
     """Answers reservations when no sibling uses their blocks; runs on the scheduler's thread."""
 
     def __init__(
@@ -122,7 +122,7 @@ class SiblingFence:
                 self._exact.append((type(each).__name__, partial(_in_jobs, half)))
         listed = {name for name, _ in self._exact}
         self._silent = [each for each in siblings if type(each).__name__ not in HOLD_THEIR_BLOCKS | listed]
-        self._waiting: dict[str, Fenced] = {}
+        self._waiting: dict[str, WaitingLease] = {}
         self._planned = self._ended = self._all_busy_until = 0
         # vLLM makes another set with each step: these are the ended requests that siblings have seen last.
         self._seen: set[str] | None = None
@@ -146,7 +146,7 @@ class SiblingFence:
             ended = self._scheduler.finished_req_ids
             planned = self._planned + (bool(ended) and ended is not self._seen)
             written, matched = self._reservations.unopened(lease)
-            self._waiting[lease] = Fenced(done.result(), answer, written, matched, planned, is_new)
+            self._waiting[lease] = WaitingLease(done.result(), answer, written, matched, planned, is_new)
             self._answer(lease)
 
         reserved.add_done_callback(wait)
@@ -169,49 +169,49 @@ class SiblingFence:
 
     def loads_failed(self, blocks: set[int]) -> None:
         """End the waits of reservations that count KV in these blocks as cached."""
-        for lease, fenced in list(self._waiting.items()):
-            if not fenced.matched.isdisjoint(blocks):
-                fenced.why = "it could not load what is counted as cached"
+        for lease, waiting in list(self._waiting.items()):
+            if not waiting.matched.isdisjoint(blocks):
+                waiting.why = "it could not load what is counted as cached"
                 self.give_up(lease)
 
     def give_up(self, lease: str) -> bool:
         """End a wait, with :class:`~tercet.protocol.NoSpace`; return whether the lease was waiting."""
-        fenced = self._waiting.pop(lease, None)
-        if fenced is None:
+        waiting = self._waiting.pop(lease, None)
+        if waiting is None:
             return False
         # An extension that fails leaves the lease as it was, with blocks that its peers write.
-        if fenced.is_new:
+        if waiting.is_new:
             self._reservations.release(lease, 0)
-        fenced.answer.set_exception(
-            NoSpace(f"its blocks are still in use by another KV connector of this engine: {fenced.why}")
+        waiting.answer.set_exception(
+            NoSpace(f"its blocks are still in use by another KV connector of this engine: {waiting.why}")
         )
         return True
 
     def _answer(self, lease: str) -> None:
-        fenced = self._waiting[lease]
-        fenced.why = self._in_use(fenced)
-        if not fenced.why:
+        waiting = self._waiting[lease]
+        waiting.why = self._in_use(waiting)
+        if not waiting.why:
             del self._waiting[lease]
             self._reservations.open(lease)
-            self._sends.rewritten(fenced.written)
+            self._sends.rewritten(waiting.written)
             hashes, matched = self._reservations.hashes_of(lease)
-            found, until = fenced.found, self.tiers.prefix(hashes, matched)
+            found, until = waiting.found, self.tiers.prefix(hashes, matched)
             tier_len = until * found.block_size if until > matched else 0
-            fenced.answer.set_result(msgspec.structs.replace(found, tier_len=tier_len))
+            waiting.answer.set_result(msgspec.structs.replace(found, tier_len=tier_len))
 
-    def _in_use(self, fenced: Fenced) -> str:
+    def _in_use(self, waiting: WaitingLease) -> str:
         """Return who uses a reservation's blocks; empty if none does."""
-        if self._planned < fenced.planned:
+        if self._planned < waiting.planned:
             return "one that will read blocks of requests that have just ended"
         if self._ended < self._all_busy_until:
             return "one whose cache was reset"
-        if not fenced.matched.isdisjoint(self._sends.loading()):
+        if not waiting.matched.isdisjoint(self._sends.loading()):
             return "one that is loading them"
         for name, busy in self._exact:
-            if not fenced.written.isdisjoint(busy()):
+            if not waiting.written.isdisjoint(busy()):
                 return name
         for sibling in self._silent:
-            if self._ended < fenced.planned or sibling.has_pending_push_work():
+            if self._ended < waiting.planned or sibling.has_pending_push_work():
                 return f"{type(sibling).__name__}, which does not say which blocks it uses"
         return ""
 
