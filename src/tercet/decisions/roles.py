@@ -193,6 +193,34 @@ class RoleFlip:
 
 
 @dataclass(frozen=True)
+class LastFlip:
+    """The last change of roles: its time, and the role that engines were given; None if it is not known."""
+
+    at: float = -math.inf
+    given_to: Pressed | None = None
+
+    def then(self, now: float, before: FleetPlan, after: FleetPlan) -> LastFlip:
+        """Return the last flip after a change of the fleet: this one, unless engines changed from role to role."""
+        gained = _given_to(before, after)
+        return self if gained is None else LastFlip(now, gained)
+
+    def is_undone_by(self, now: float, before: FleetPlan, after: FleetPlan, within_s: float) -> bool:
+        """Return True if a change of the fleet gives back what this one gave less than ``within_s`` seconds ago."""
+        gained = _given_to(before, after)
+        return gained is not None and self.forbids(now, gained, within_s)
+
+    def forbids(self, now: float, gaining: Pressed, within_s: float) -> bool:
+        """Return True if ``gaining`` would get engines back that the other role got within these seconds."""
+        return self.given_to == OTHER[gaining] and now - self.at < within_s
+
+
+def _given_to(before: FleetPlan, after: FleetPlan) -> Pressed | None:
+    if after.prefill > before.prefill and after.decode < before.decode:
+        return "prefill"
+    return "decode" if after.prefill < before.prefill and after.decode > before.decode else None
+
+
+@dataclass(frozen=True)
 class RoleEffects:
     """The result of a tick: what to change, and why or why not."""
 
@@ -232,8 +260,7 @@ class RoleController:
         self._history = FleetHistory()
         self._since: dict[Pressed, float] = {}
         self._roles: dict[str, str] = {}
-        self._changed_at = -math.inf
-        self._given_to: Pressed | None = None
+        self._flipped = LastFlip()
         self._short_since: float | None = None
         self._added_at = -math.inf
 
@@ -243,7 +270,7 @@ class RoleController:
         # A change of roles that others made begins a rest; engines that come or go do not count as one.
         roles: dict[str, str] = {each.name: each.role for each in engines}
         if any(self._roles.get(name, role) != role for name, role in roles.items()):
-            self._changed_at, self._given_to = now, None
+            self._flipped = LastFlip(now)
         self._roles = roles
         # Observed at each tick, also while roles rest: the history must have no gaps.
         demand = self._history.observe(now, engines)
@@ -268,7 +295,7 @@ class RoleController:
         if engine is None and self._prefill_s is not None and effects.pressures is not None:
             engine = LearnedCapacity(self._prefill_s, self._history.step_s, observed.kv_tokens)
         split = None if engine is None or demand is None else overload_split(observed, demand, engine)
-        may_take = self._given_to != "decode" or now - self._changed_at >= REVERSAL_S
+        may_take = not self._flipped.forbids(now, "prefill", REVERSAL_S)
         if split is not None and demand is not None and may_take:
             number = split.prefill - observed.plan.prefill
             why = (
@@ -285,7 +312,7 @@ class RoleController:
             self._short_since = None
         if flip is None:
             return effects if split is not None else self._grown(observed, effects)
-        self._changed_at, self._given_to = now, flip.role
+        self._flipped = LastFlip(now, flip.role)
         # Expected from now on, so that the next tick does not take our own change for an operator's.
         self._roles |= dict.fromkeys(flip.engines, flip.role)
         self._since.clear()
@@ -313,8 +340,8 @@ class RoleController:
         if getattr(pressures, giving) >= 1.0:
             return None, f"{giving} is pressed as well: the fleet needs more engines"
         # Taking back what was given a moment ago needs a longer rest: otherwise roles swing with the load.
-        rest = REVERSAL_S if self._given_to == giving else REST_S
-        rested = now - self._changed_at
+        rest = REVERSAL_S if self._flipped.forbids(now, pressed, REVERSAL_S) else REST_S
+        rested = now - self._flipped.at
         if rested < rest:
             return None, f"the roles changed {rested:.1f} s ago, and rest for {rest:g} s"
         number, after = self._best(pressed, able, demand)

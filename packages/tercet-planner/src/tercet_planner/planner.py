@@ -26,7 +26,7 @@ from tercet.decisions.planning import (
     best_split,
     demand_of,
 )
-from tercet.decisions.roles import BUSY_FULL, RoleController, idlest
+from tercet.decisions.roles import BUSY_FULL, LastFlip, RoleController, idlest
 from tercet.protocol import Role, TercetError
 from tercet_planner.forecast import BIN_S, Forecast, Forecaster, Forecasting, is_enough
 
@@ -258,7 +258,7 @@ class Planner:
         self._scale_in_window_s = SCALE_IN_WINDOW_S
         self._seen_from: float | None = None
         self._scaled_in_at = -math.inf
-        self._flipped = self._planned_flip = (-math.inf, 0)
+        self._flipped = self._planned_flip = LastFlip()
         self.verdicts: deque[Verdict] = deque(maxlen=VERDICTS_KEPT)
         """The last verdicts, the newest last."""
         self.simulations = 0
@@ -277,7 +277,7 @@ class Planner:
         # objectives, queues are always there, and only plans decide what a change is worth.
         if effects.plan is None or observed.now - self._overloaded_at < OVERLOADED_S:
             return None
-        if self._reverses(self._flipped, observed.now, observed.plan, effects.plan, GUARD_REVERSAL_S):
+        if self._flipped.is_undone_by(observed.now, observed.plan, effects.plan, GUARD_REVERSAL_S):
             return None
         wanted = WantedPlan(effects.plan, f"guard: {effects.why}")
         self._changes_to(observed.now, wanted)
@@ -300,8 +300,7 @@ class Planner:
         """Take ``wanted``, the result of :meth:`decide`, as the plan from now on, and return it."""
         if wanted.plan != observed.plan:
             self._changes_to(observed.now, wanted)
-            if _direction(observed.plan, wanted.plan):
-                self._planned_flip = self._flipped
+            self._planned_flip = self._planned_flip.then(observed.now, observed.plan, wanted.plan)
         else:
             self.verdicts.append(Verdict(observed.now, wanted.plan, wanted.reason, wanted.expected))
         return wanted
@@ -322,8 +321,8 @@ class Planner:
         before = self._plan
         self._plan, self._changed_at = wanted.plan, now
         self._fewer.clear()
-        if before is not None and _direction(before, wanted.plan):
-            self._flipped = (now, _direction(before, wanted.plan))
+        if before is not None:
+            self._flipped = self._flipped.then(now, before, wanted.plan)
         if before is not None and wanted.plan.engines < before.engines:
             self._scaled_in_at = now
         elif before is not None and wanted.plan.engines > before.engines:
@@ -409,7 +408,7 @@ class Planner:
         if demand.share(plan) < BUSY_FULL or demand.share(split) > RELIEF * demand.share(plan):
             return None
         busier = self._with_margin(forecast, 1.0)
-        if self._reverses(self._flipped, observed.now, plan, split, REVERSAL_S):
+        if self._flipped.is_undone_by(observed.now, plan, split, REVERSAL_S):
             return None
         strained = self._simulated(plan, busier)
         if strained.attainment >= share - MISS_SIGMAS * strained.chance:
@@ -466,7 +465,7 @@ class Planner:
         values = worths(found)
         value, (best, got) = max(zip(values, found, strict=True), key=lambda each: each[0])
         needed = max(LEAST_GAIN, GAIN_SIGMAS * max(expected.chance, got.chance))
-        if value < values[0] + needed or self._reverses(self._planned_flip, now, plan, best, REVERSAL_S):
+        if value < values[0] + needed or self._planned_flip.is_undone_by(now, plan, best, REVERSAL_S):
             self._fewer.clear()
             self._settled = TriedLoad(now, forecast.rate, plan)
             reason = f"{said}; no simulated fleet meets them, and none is worth {needed:.0%} more"
@@ -531,14 +530,6 @@ class Planner:
     def _has_seen(self, now: float, seconds: float) -> bool:
         return self._seen_from is not None and now - self._seen_from >= seconds
 
-    def _reverses(
-        self, flip: tuple[float, int], now: float, plan: FleetPlan, wanted: FleetPlan, within_s: float
-    ) -> bool:
-        """True if ``wanted`` undoes the role change ``flip`` (time, direction) of the last ``within_s`` seconds."""
-        at, before = flip
-        direction = _direction(plan, wanted)
-        return direction != 0 and direction == -before and now - at < within_s
-
     def _with_margin(self, forecast: Forecast, times: float) -> Forecast:
         """Return the forecast with more load: ``times`` the margin or the deviation by chance, whichever is larger."""
         margin = max(self.margin, MARGIN_SIGMAS / math.sqrt(len(forecast.sample)))
@@ -547,10 +538,3 @@ class Planner:
     def _simulated(self, plan: FleetPlan, forecast: Forecast) -> Expected:
         self.simulations += 1
         return self._evaluate(plan, forecast)
-
-
-def _direction(before: FleetPlan, after: FleetPlan) -> int:
-    """Return 1 if engines change from decode to prefill, -1 if they change from prefill to decode, else 0."""
-    if after.prefill > before.prefill and after.decode < before.decode:
-        return 1
-    return -1 if after.prefill < before.prefill and after.decode > before.decode else 0
