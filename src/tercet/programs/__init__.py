@@ -16,19 +16,6 @@ from tercet.programs.patterns import (
 )
 
 __all__ = [
-    "BUILT_IN",
-    "Answer",
-    "Program",
-    "auto",
-    "balanced",
-    "cache_bypass",
-    "conditional",
-    "data_parallel",
-    "disaggregated",
-    "fetch",
-    "load_program",
-    "migrate_context",
-    "name_of",
-    "outputs_of",
-    "run_program",
-]
+    "BUILT_IN", "Answer", "Program", "auto", "balanced", "cache_bypass", "conditional", "data_parallel",
+    "disaggregated", "fetch", "load_program", "migrate_context", "name_of", "outputs_of", "run_program",
+]  # fmt: skip
