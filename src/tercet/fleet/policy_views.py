@@ -87,7 +87,7 @@ def loaded_engines(
     fleet: EngineFleet, sequences: Mapping[str, Sequence[SequenceView]], moves: Iterable[CountedMove],
     stale_after_s: float,
 ) -> list[LoadedEngine]:  # fmt: skip
-    """Return all engines, with loads after all ``moves``; KV of the background is load, since moves need room at once."""
+    """Return all engines, with loads after all ``moves``; KV of the background is load, as moves need room at once."""
     members, engines = {member.name: member for member in fleet.members}, dict[str, LoadedEngine]()
     for name, member in members.items():
         last = fleet.knowledge.loads.last(name)
