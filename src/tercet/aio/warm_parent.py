@@ -230,7 +230,7 @@ def _be_child(group: int, others: Collection[int], descriptors: list[int], child
 
 
 def _once_reported(reported: int, child: Callable[[list[int]], int], descriptors: list[int]) -> int:
-    """Run ``child`` after its requester was told of the fork: a requester that is not told starts the command again."""
+    """Run ``child`` after its requester was notified of the fork: one that is not starts the command again."""
     if not os.read(reported, 1):
         return 1
     os.close(reported)

@@ -210,7 +210,7 @@ class Process:
             self._cut_lifeline()
 
     def kill(self) -> None:
-        """Kill the process group; :meth:`ended` tells when it has ended."""
+        """Kill the process group; :meth:`ended` returns when it has ended."""
         self._signal_group(signal.SIGKILL)
 
     async def hurry(self) -> None:

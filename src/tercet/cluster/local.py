@@ -64,7 +64,7 @@ T = TypeVar("T")
 ENGINE_HOST = "127.0.0.1"
 STATE = "router-state.json"
 NOTHING_TO_FIND = DiscoverySettings()
-TOLD = frozenset({"secret", "access-log", "log-format"})
+SHARED = frozenset({"secret", "access-log", "log-format"})
 
 
 @asynccontextmanager
@@ -171,8 +171,8 @@ def fleet_of(
 
 def shared_environment(config: UpConfig) -> dict[str, str]:
     """Return the variables of every engine: the fleet's secret and the log settings. An engine's flags are vLLM's."""
-    told = encode_settings(config)
-    return {each.env: _as_text(told[each.key]) for each in declared(UpConfig) if each.key in TOLD and each.key in told}
+    given = encode_settings(config)
+    return {each.env: _as_text(given[each.key]) for each in declared(UpConfig) if each.key in SHARED & given.keys()}
 
 
 def _as_text(value: Any) -> str:

@@ -37,7 +37,7 @@ from tercet.settings.fleet_settings import Objectives, require_objectives
 WINDOW_S = 5.0
 """Seconds over which the prefills' demand is measured."""
 GROWTH_S = 3.0
-"""Seconds over which the growth of decodes is measured: older growth tells little about the next seconds."""
+"""Seconds over which the growth of decodes is measured: older growth says little about the next seconds."""
 SETTLE_S = 1.0
 """Seconds after an engine appears or changes its role, in which its step times are ignored."""
 STEPS_NEEDED = 4

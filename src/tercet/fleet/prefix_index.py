@@ -283,7 +283,7 @@ class StoredBlocks(Holders):
                 held.spare[name] = spare - 1
             elif not spare:
                 self._drop(row, held, name)
-        # So that ``bool`` of the index tells whether any engine reports blocks.
+        # So that ``bool`` of the index says whether any engine reports blocks.
         if not held.places and not held.unplaced:
             del self._rows_held[row]
 

@@ -123,7 +123,7 @@ async def cache_bypass(
     if request.num_tokens <= short_prompt:
         yield data_parallel(request, fleet, pick=pick, role="decode")
         return
-    # The reservation tells what the engine really has: a belief decides nothing here.
+    # The reservation shows what the engine really has: a belief decides nothing here.
     least_missing = math.ceil(request.num_tokens * (1 - cached_share))
     yield disaggregated(request, fleet, min_send=max(1, least_missing), pick=pick)
 

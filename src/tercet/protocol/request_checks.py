@@ -19,7 +19,7 @@ MULTIPART = "multipart/form-data"
 VERB_FORMS = (JSON, MSGPACK)
 """The forms of bodies that engines read in calls of verbs."""
 UNKNOWN_BYTES = "application/octet-stream"
-"""What HTTP libraries declare for bytes of which they were told nothing; it means the same as no declaration."""
+"""What HTTP libraries declare for bytes of an unknown type; it means the same as no declaration."""
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 """Methods whose bodies are read; no server reads a body of another method."""
 CONTENT_TYPE, CONTENT_ENCODING = b"content-type", b"content-encoding"

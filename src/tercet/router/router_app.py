@@ -283,7 +283,7 @@ class RouterApp:
             self._admins.require(scope)
         elif context.path not in OPEN and OF_BATCH not in scope:  # the client of a batch has shown a key with it
             # A client key; for a trace, that of an administrator instead, unless clients may see traces. A caller who
-            # lacks both keys is told about the client key: the request needs it before anything can be traced.
+            # lacks both keys gets the error about the client key: the request needs it before anything can be traced.
             try:
                 needs_client_key = self._client_traces or not wants_trace(context.headers)
                 if not needs_client_key:

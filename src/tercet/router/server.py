@@ -332,8 +332,8 @@ def state_path(config: RouterConfig) -> Generator[Path]:
 def named_files(config: RouterConfig) -> NamedFiles:
     """Return the files that admin routes may name: those below the admin folders, and those named in settings."""
     program, colon, _ = config.program.rpartition(":")
-    told = [path for path in (program if colon else "", config.scheduling) if path]
-    return NamedFiles(config.admin_folders, told)
+    named = [path for path in (program if colon else "", config.scheduling) if path]
+    return NamedFiles(config.admin_folders, named)
 
 
 def stream_port(config: RouterConfig, shared: Shared | None) -> int:

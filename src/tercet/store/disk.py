@@ -187,7 +187,7 @@ class DiskFolder:
                     left = piece
                     while left:
                         left = left[os.write(file.fileno(), left) :]
-            # No fsync: after a power failure a file may be short, which its checksum tells; KV can be computed again.
+            # No fsync: after a power failure a file may be short, which its checksum shows; KV can be computed again.
             part.replace(path)
         except BaseException:
             part.unlink(missing_ok=True)

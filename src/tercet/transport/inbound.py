@@ -76,7 +76,7 @@ class Inbound:
         self._order = rearranged(agreed.shape.order, rank.region.shape.order)
         self._batch: Batch | None = None
         self._staging = memoryview(b"")
-        # The latest sends that were refused: their other messages are under way, and the sender is told only once.
+        # The latest sends that were refused: their other messages are under way, and the sender gets one refusal.
         self._refused: dict[int, None] = {}
 
     def take(self, message: FromSender) -> list[Action]:

@@ -95,7 +95,7 @@ class RankSend:
     number: int = field(default_factory=lambda: next(send_numbers))
     planes: tuple[PlaneRun, ...] = ()  # those that the rank gets, all of them if empty
     traceparent: str = ""  # its place in a sampled trace, or empty
-    chunks: list[ReadDescriptors] = field(default_factory=list[ReadDescriptors])  # the receiver was told to read these
+    chunks: list[ReadDescriptors] = field(default_factory=list[ReadDescriptors])  # the receiver was asked to read these
     # The memory of chunks that are likely to be requested next; each is used once.
     prepared: dict[int, AbstractContextManager[Vector]] = field(
         default_factory=dict[int, AbstractContextManager[Vector]]

@@ -401,6 +401,6 @@ class _Frozen:
         gc.freeze()
 
     def __exit__(self, *_: object) -> None:
-        # Objects that the caller has frozen cannot be told from the plan: they stay frozen.
+        # Objects that the caller has frozen cannot be distinguished from the plan: they stay frozen.
         if not self._frozen_before:
             gc.unfreeze()

@@ -220,7 +220,7 @@ class Client:
         except asyncio.CancelledError:
             failure, error = "interrupted", "the run was interrupted"
         # On one line, limited in length: parts of it come from the server.
-        told = " ".join(error.encode(errors="replace").decode().split())[:ERROR_LENGTH]
+        reason = " ".join(error.encode(errors="replace").decode().split())[:ERROR_LENGTH]
         times = reading.times
         record = call.record(
             scheduled,
@@ -232,7 +232,7 @@ class Client:
             input_tokens=reading.usage.prompt_tokens or call.planned_input,
             output_tokens=reading.output_tokens,
             failure=failure,
-            error=None if failure is None else told,
+            error=None if failure is None else reason,
             status=status,
             finish_reason=reading.finish_reason,
         )

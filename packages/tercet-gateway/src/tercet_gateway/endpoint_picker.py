@@ -434,8 +434,8 @@ class EndpointPicker:
         self._renderer = renderer
         self._metrics = metrics
         self._most = 1 + config.fallbacks
-        self._told_priorities = {name: int(priority) for name, priority in config.objectives.items()}
-        self.objectives: Mapping[str, int] = self._told_priorities
+        self._configured_objectives = {name: int(priority) for name, priority in config.objectives.items()}
+        self.objectives: Mapping[str, int] = self._configured_objectives
         pace = config.metrics_interval_s if config.load_from == "metrics" else REPORT_SECONDS
         self._load = ReportedLoad(fleet, clock, UNTIL_COUNTED - REPORT_SECONDS + pace)
         limits = Limits(queued=config.max_queued, queue_timeout_s=config.queue_timeout_s)
@@ -447,7 +447,7 @@ class EndpointPicker:
 
     def set_objectives(self, priorities: Mapping[str, int]) -> None:
         """Set the priorities of objectives; those in the configuration keep theirs."""
-        self.objectives = {**priorities, **self._told_priorities}
+        self.objectives = {**priorities, **self._configured_objectives}
 
     def close(self, error: TercetError) -> None:
         """Refuse waiting requests with ``error``."""

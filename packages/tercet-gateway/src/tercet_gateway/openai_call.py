@@ -188,8 +188,8 @@ def asked_path(headers: Mapping[str, str]) -> str:
 
 
 CHARACTERS_PER_TOKEN = 4
-MOST_TOLD, MOST_TOKENS = 131_072, 262_144
-"""Most tokens of a prompt that are distinguished, and most that are counted."""
+MOST_COMPARED, MOST_TOKENS = 131_072, 262_144
+"""Most tokens of a prompt that are compared, and most that are counted."""
 MOST_PARTS = 4096
 """Most messages and parts of messages that are read for an estimate."""
 Tokens = tuple[int, ...]
@@ -233,9 +233,9 @@ def estimated(call: OpenAICall) -> Tokens:
 
 def stand_ins(data: bytes, size: int | None = None) -> Tokens:
     """Return stand-ins for the tokens of a text; ``data`` is its beginning if the text has ``size`` bytes."""
-    told = min(len(data) // CHARACTERS_PER_TOKEN, MOST_TOLD)
+    compared = min(len(data) // CHARACTERS_PER_TOKEN, MOST_COMPARED)
     counted = min((len(data) if size is None else size) // CHARACTERS_PER_TOKEN, MOST_TOKENS)
-    return unpack_from(f"<{told}I", data) + (0,) * (counted - told)
+    return unpack_from(f"<{compared}I", data) + (0,) * (counted - compared)
 
 
 def token_ids(given: object) -> Tokens | None:
@@ -244,10 +244,10 @@ def token_ids(given: object) -> Tokens | None:
         return None
     items = cast("list[Any]", given)
     try:
-        told = array("I", items[:MOST_TOLD])
+        compared = array("I", items[:MOST_COMPARED])
     except (TypeError, OverflowError):
         return None
-    return tuple(told) + (0,) * (min(len(items), MOST_TOKENS) - len(told))
+    return tuple(compared) + (0,) * (min(len(items), MOST_TOKENS) - len(compared))
 
 
 def plain_text(call: OpenAICall) -> str:

@@ -248,7 +248,7 @@ class Scaling:
 
     def failed(self, name: str, why: str) -> list[Do]:
         """Record that a step failed; return the next steps. An engine that failed to start has been stopped already."""
-        # The first failure is told: later ones often follow from it.
+        # The first failure is reported: later ones often follow from it.
         self.why = self.why or f"{name}: {why}"
         if self._phase[name] == "starting":
             del self._phase[name], self._role[name]

@@ -20,7 +20,7 @@ SWEEPS = 8
 WILD = 3.0
 # Observations at the beginning change the fit much. After FIRST of them it is solved once per EVERY observations.
 FIRST, EVERY = 32, 4
-UNTOLD_OUTPUT = 256
+UNKNOWN_OUTPUT = 256
 PACE_LIMIT = math.log(16)
 ALIKE = 0.05
 SHORT_MEMORY, PREFILLS_REMEMBERED = 10.0, 10
@@ -178,7 +178,7 @@ class CostModel:
     def output_of(self, max_tokens: int | None) -> float:
         """Return the expected output tokens of a request with this limit: the mean of requests with a similar limit."""
         limit = math.inf if max_tokens is None else max_tokens
-        _, mean = self._outputs.get(_size_of(max_tokens), (0, UNTOLD_OUTPUT))
+        _, mean = self._outputs.get(_size_of(max_tokens), (0, UNKNOWN_OUTPUT))
         return max(1.0, min(mean, limit))
 
     def prefilled(self, seconds: float, features: Sequence[float]) -> None:

@@ -122,7 +122,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise BadRequest("weight: the weights of a split must be finite, and not all 0", "weight")
         seen: dict[str, Arm] = {}
         for arm in self.arms:
-            # Metrics and traces count by label: two programs under one could not be told apart.
+            # Metrics and traces count by label: two programs under one could not be distinguished.
             other = seen.setdefault(arm.label, arm)
             if other.same_as != arm.same_as:
                 raise BadRequest(f"name: {arm.label} names two different programs; rename one of them", "name")
@@ -159,7 +159,7 @@ logger = logging.getLogger("tercet.router")
 T = TypeVar("T")
 
 
-class _Told(Exception):
+class _PublicError(Exception):
     """Raised with an ``error`` that callers may see, since it does not concern the contents of a file."""
 
     def __init__(self, error: TercetError) -> None:
@@ -202,8 +202,8 @@ class NamedFiles:
     def _quietly(self, field: str, name: str, names_files: bool, load: Callable[[], T]) -> T:
         try:
             return load()
-        except _Told as told:
-            raise told.error from None
+        except _PublicError as public:
+            raise public.error from None
         except BadRequest as error:
             # An error of a parser quotes what it read, which may be any file of the operator's account.
             if not names_files:
@@ -220,11 +220,11 @@ class NamedFiles:
             if is_named:
                 return user_file(str(file), field)
         except BadRequest as error:
-            raise _Told(error) from None
+            raise _PublicError(error) from None
         except (OSError, RuntimeError, ValueError):  # a loop of links, an unknown user's home, an invalid name
             pass
         inline = "content" if field == "file" else "source"
-        raise _Told(
+        raise _PublicError(
             Forbidden(f"{field}: {path!r} is not in an --admin-folder of this router; send it as `{inline}`", field)
         )
 

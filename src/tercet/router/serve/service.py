@@ -447,7 +447,7 @@ class Service:
         on_sequence(sequence)
         fleet = FleetView(self.fleet, trace, sequence.generates, request)
         program = partial(chosen.program, request, fleet)
-        if self._given_up_by is not None:  # the router is ending; its streams were told before this one began
+        if self._given_up_by is not None:  # the router is ending; its streams were ended before this one began
             raise self._given_up_by
         # What learns of the sequence here (metrics, deadline, observers, sessions) learns of its end on every exit.
         with self._observed(chosen, sequence, fleet, stream, began) as attempts:

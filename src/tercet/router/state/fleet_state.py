@@ -114,7 +114,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return msgspec.structs.replace(self, scheduling=SchedulingInUse(number, file, content))
 
     def with_served_model(self, model: ServedModel) -> FleetState:
-        """Return the state with ``model``, which clients are told, unless it has one already."""
+        """Return the state with ``model``, which clients see, unless it has one already."""
         return self if self.served_model is not None else msgspec.structs.replace(self, served_model=model)
 
     def with_replaced(self, model: ServedModel) -> FleetState:

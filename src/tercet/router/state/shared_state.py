@@ -197,7 +197,7 @@ class SharedState:
         await self._apply(self.state, LoadedCode(), from_scratch=True)
 
     async def until_ready(self, answered: Callable[[], Awaitable[ServedModel]] | None = None) -> ServedModel:
-        """Return what clients are told of the model: that of the state, or that of the engines once they have loaded.
+        """Return what clients see of the model: that of the state, or that of the engines once they have loaded.
 
         ``answered`` waits for engines and returns their model; None waits for all members.
         """

@@ -182,7 +182,7 @@ RETRY_DELAY_S = 0.2
 MEMORY_SECONDS = 0.5
 RETRIES = "tercet_retries_total"
 # If a schedule has more faults, only their number is logged.
-MOST_TOLD = 200
+MOST_LOGGED = 200
 MOST_RESERVATIONS = 1000
 
 
@@ -399,7 +399,7 @@ class Arena(ABC):
             self._outcomes.append(InjectedFault(planned=fault, why=why))
             return
         began, hit = self._clock(), await self._generated_by(fault.engine)
-        if len(self._schedule.faults) <= MOST_TOLD:
+        if len(self._schedule.faults) <= MOST_LOGGED:
             self._note(f"{fault}; {len(hit)} requests hit")
         try:
             why = await self._happen(fault, engine)

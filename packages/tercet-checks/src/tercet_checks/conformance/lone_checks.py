@@ -35,7 +35,7 @@ UNKNOWN_LEASE = "0" * 32
 
 @check("Report all fields of the table of `status`, with their types; give each start another incarnation.")
 async def status(t: EngineTrial) -> None:
-    """`status` tells the engine's identity, limits, load and holdings, and the same identity each time."""
+    """`status` reports the engine's identity, limits, load and holdings, and the same identity each time."""
     answer = await t.engine.call("status")
     now = answer.decoded(EngineStatus)
     for field in ("engine", "model", "version", "incarnation", "fingerprint", "layout"):

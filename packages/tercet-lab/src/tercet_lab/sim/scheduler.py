@@ -68,7 +68,7 @@ class SimScheduler(StepSelection):
         return self.pool.free - self._decoding.blocks_for(run.steps_at(self._now))
 
     @property
-    def told(self) -> dict[str, int]:
+    def reported(self) -> dict[str, int]:
         """Counters for the engine's status."""
         counters, evicted = self.counters, self.pool.evicted
         done = {"steps": counters.steps, "preemptions": counters.preemptions, "evicted": evicted}

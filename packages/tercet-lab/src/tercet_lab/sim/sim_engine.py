@@ -370,7 +370,7 @@ class SimEngine(Node[SimLeases]):
         return self._status(
             total_blocks=total, free_blocks=free, running=self._scheduler.running, waiting=self._scheduler.waiting,
             kv_cache_usage=(total - free) / total, leases=len(self._leases) - len(self._leases.waits),
-            counters=self._scheduler.told, max_adapters=self.options.max_loras if self._adapters else 0,
+            counters=self._scheduler.reported, max_adapters=self.options.max_loras if self._adapters else 0,
             adapters=tuple(self._adapters.values()),
         )  # fmt: skip
 
