@@ -121,3 +121,50 @@ async def test_garbage_within_a_body_does_not_enter_the_answer_that_is_being_sen
             assert await reader.read() == b""
         await went.wait()
         writer.close()
+
+
+async def echoes(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with the request's method and body."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    answer = scope["method"].encode() + b" " + body + b";"
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(answer))]})
+    await send({"type": "http.response.body", "body": answer})
+
+
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+
+
+@pytest.mark.parametrize("piece", [1, 7, 100_000])
+async def test_an_offer_of_another_protocol_is_ignored_and_its_body_read(
+    piece: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Java's HttpClient offers h2c with every request; the last one here asks for the connection's end.
+    many = [
+        b"POST /a HTTP/1.1\r\nhost: a\r\n" + OFFER + b"content-length: 5\r\n\r\nhello",
+        b"POST /b HTTP/1.1\r\n" + OFFER + b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n",
+        b"GET /c HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+        b"POST /d HTTP/1.1\r\ncontent-length: 2\r\n\r\nok",
+        b"POST /e HTTP/1.1\r\nconnection: upgrade, close\r\nupgrade: x\r\ncontent-length: 3\r\n\r\nend",
+    ]
+    async with served_asgi(echoes, http=BoundedProtocol, ws="none") as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(url).port)
+        sent = b"".join(many)
+        for at in range(0, len(sent), piece):
+            writer.write(sent[at : at + piece])
+            await asyncio.sleep(0)
+        got = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+    bodies = [part.rpartition(b"\r\n\r\n")[2] for part in got.split(b";")[:-1]]
+    assert bodies == [b"POST hello", b"POST abcde", b"GET ", b"POST ok", b"POST end"]
+    assert not caplog.records
+
+
+async def test_many_offers_in_one_packet_are_read_one_after_the_other() -> None:
+    async with served_asgi(echoes, http=BoundedProtocol, ws="none") as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(url).port)
+        writer.write((b"GET / HTTP/1.1\r\n" + OFFER + b"\r\n") * 2000 + b"GET / HTTP/1.0\r\n\r\n")
+        assert (await asyncio.wait_for(reader.read(), 20)).count(b"GET ;") == 2001
+        writer.close()

@@ -28,6 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tercet.aio.incoming import LONGEST_HEAD, Breach, Incoming, Part, deadlines_of_connections
@@ -47,9 +48,44 @@ TARGET = "tercet.target"
 """The key of a request's target in an ASGI scope, as the client wrote it."""
 
 
+class RequestParser(httptools.HttpRequestParser):
+    """httptools' parser, for a server that speaks HTTP/1.1 and, if ``protocol`` says so, websockets.
+
+    A server may ignore an offer to change the protocol (RFC 9110, 7.8); Java's client makes one (``h2c``) with each
+    request. httptools takes what follows such a head for the other protocol: the body would be lost. So the head is
+    read again, without the offer.
+    """
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        super().__init__(protocol)
+        self._protocol = protocol
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+
+    @property
+    def skips(self) -> bool:
+        """True at the end of a head that will be read again."""
+        return self.should_upgrade() and self.get_method() != b"CONNECT" and not self._protocol.is_websocket()
+
+    def feed_data(self, data: Any) -> None:
+        rest = memoryview(data)
+        while rest:
+            try:
+                super().feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if self._protocol.is_websocket():
+                    raise
+                rest = rest[upgrade.args[0] :]
+                if self.skips:
+                    head = self._protocol.head_without(b"upgrade")
+                    self.__init__(self._protocol)  # else it drops everything after a request with "connection: close"
+                    super().feed_data(head)
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """A protocol that refuses heads that are too long or too slow, slow bodies, and connections without a request."""
 
+    parser: RequestParser
     _incoming: Incoming | None = None
     _part: Part = "nothing"
     _progressed = False
@@ -61,6 +97,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.parser = RequestParser(self)
         self._incoming = Incoming(self, deadlines_of_connections())
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -92,6 +129,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._forget()
         super().handle_websocket_upgrade()
 
+    def is_websocket(self) -> bool:
+        """True if the request whose head has been read opens a websocket, and this server has some."""
+        return self._should_upgrade()
+
+    def head_without(self, field: bytes) -> bytes:
+        """Return the head that has been read, without one of its fields."""
+        line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        return line + b"".join(b"%b: %b\r\n" % each for each in self.headers if each[0] != field) + b"\r\n"
+
     # ---- calls by the parser --------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
@@ -105,7 +151,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._part, self._progressed = "body", True
-        if self._refused:
+        if self._refused or self.parser.skips:
             return
         # Counted only if the fed bytes can exceed the limit: most heads have a few hundred bytes.
         if self._feeding > LONGEST_HEAD:
@@ -126,7 +172,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._part, self._progressed = "nothing", True
-        if not self._refused:
+        if not (self._refused or self.parser.skips):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
