@@ -135,6 +135,22 @@ def test_each_fault_is_named_with_its_line(files: BatchFiles, line: Any, code: s
     assert [(each.code, each.line) for each in bad.value.faults] == [(code, 3)]
 
 
+@pytest.mark.parametrize("value", [b"[" * 5000 + b"]" * 5000, b'"\xff"'])
+def test_a_line_that_cannot_be_read_is_a_fault_too(files: BatchFiles, value: bytes) -> None:
+    record = files.add_file("", "in.jsonl", text_of(line_of(0)).replace(b'{"number": 0}', b'{"number": %b}' % value))
+    asked = files.add_batch("", record.id, CHAT, WINDOW, None).asked
+    with pytest.raises(BadLines) as bad:
+        Lines(files.content_path(record), asked, files.results_path(asked.id))
+    assert [each.code for each in bad.value.faults] == ["invalid_json_line"]
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(files: BatchFiles) -> None:
+    record = files.add_file("", "in.jsonl", b"\xef\xbb\xbf" + text_of(line_of(0), line_of(1)))
+    asked = files.add_batch("", record.id, CHAT, WINDOW, None).asked
+    lines = Lines(files.content_path(record), asked, files.results_path(asked.id))
+    assert [lines.read(index).custom_id for index in lines.left] == ["r0", "r1"]
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.permutations(range(6)), st.integers(0, 6), st.integers(0, 400), st.lists(st.booleans(), min_size=6, max_size=6)
@@ -174,6 +190,8 @@ def test_an_answer_that_is_no_json_is_kept_as_text(files: BatchFiles) -> None:
     found = json.loads(answered(0, lines.read(0), 500, "q", b"\xff oops"))
     assert found[1] is False
     assert found[2]["response"]["body"] == "\ufffd oops"
+    deep = b"[" * 5000 + b"]" * 5000
+    assert json.loads(answered(0, lines.read(0), 200, "q", deep))[2]["response"]["body"] == deep.decode()
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ import msgspec
 
 from tercet.aio.files import read_whole, write_whole
 from tercet.protocol import BadRequest, Conflict, RequestTooLarge, UnknownPath
+from tercet.protocol.json_text import UNREADABLE
 from tercet.router.state.state_store import FileTurn
 
 logger = logging.getLogger("tercet.router")
@@ -346,6 +347,6 @@ def _read(path: Path, kind: type[T]) -> T | None:
         return msgspec.json.decode(read_whole(path), type=kind)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         logger.warning("%s is damaged, so what it describes is left out: %s; remove it", path, error)
         return None

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from tercet.protocol.headers import CHAT, COMPLETIONS, POOLING, RESPONSES
+from tercet.protocol.json_text import UNREADABLE, in_utf8
 from tercet.protocol.names import kept_name
 from tercet.router.batches.batch_files import AskedBatch, Counts, LineFault
 
@@ -75,7 +76,7 @@ class Lines:
         """Return one line."""
         with self._path.open("rb") as file:
             file.seek(self._offsets[index])
-            return _LINE.decode(file.readline())
+            return _LINE.decode(in_utf8(file.readline()))
 
 
 def _checked(path: Path, endpoint: str) -> list[int]:
@@ -85,8 +86,7 @@ def _checked(path: Path, endpoint: str) -> list[int]:
         at = 0
         for number, text in enumerate(file, 1):
             if text.strip():
-                fault = _fault_of(text, number, endpoint, named)
-                if fault is not None:
+                if (fault := _fault_of(text, number, endpoint, named)) is not None:
                     faults.append(fault)
                 offsets.append(at)
             at += len(text)
@@ -103,8 +103,8 @@ def _checked(path: Path, endpoint: str) -> list[int]:
 
 def _fault_of(text: bytes, number: int, endpoint: str, named: set[str]) -> LineFault | None:
     try:
-        line = _LINE.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        line = _LINE.decode(in_utf8(text))
+    except UNREADABLE as error:
         return LineFault("invalid_json_line", number, f"must be a JSON object of a request: {error}"[:300])
     if not line.custom_id or len(line.custom_id) > LONGEST_ID:
         return LineFault("invalid_custom_id", number, f"must have 1 to {LONGEST_ID} characters", "custom_id")
@@ -127,7 +127,7 @@ def answered(index: int, line: Line, status: int, request_id: str, body: bytes) 
     """Return the record of an answer, which ends with a line break."""
     try:
         content: Any = msgspec.Raw(body) if msgspec.json.decode(body) is not None else None
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         content = body.decode("utf-8", "replace")
     response = {"status_code": status, "request_id": request_id, "body": content}
     return _recorded(index, status < 400, line.custom_id, response, None)
@@ -159,8 +159,7 @@ def known_results(path: Path) -> Iterator[Result]:
 
 
 def _cut_incomplete(file: BinaryIO) -> None:
-    size = file.seek(0, os.SEEK_END)
-    end = size
+    end = size = file.seek(0, os.SEEK_END)
     while end:
         begin = max(0, end - 1024 * 1024)
         file.seek(begin)
