@@ -164,13 +164,12 @@ class PageApp:
             await send_file(scope, path.removeprefix("/"), send)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_admin = self._admit(scope)
-        view = "admin" if is_admin else "client"
+        view = "admin" if self._admit(scope) else "client"
         headers = {"cache-control": "no-store", "x-accel-buffering": "no", VIEW_HEADER: view}
         if scope["method"] == "HEAD":
             await answer(send, 200, b"", "text/event-stream", headers)
             return
-        viewer = self._viewers.enter(is_admin)
+        viewer = self._viewers.enter(view)
         leaving = asyncio.ensure_future(until_left(receive))
         leaving.add_done_callback(lambda _: viewer.leave())
         try:
@@ -226,7 +225,7 @@ def page_of(state: SharedState, keys: RouterKeys, model: str, shutdown: Shutdown
 
     others = OtherWorkers(state.traces.others, state.traces.frames_of)
     viewers = Viewers(watch, lambda: len(fleet.members), lambda: shutdown.has_begun, others)
-    state.traces.frames = lambda: viewers.stream(viewers.enter_worker())
+    state.traces.frames = lambda: viewers.stream(viewers.enter("worker"))
     epoch = time.time() - fleet.costs.clock()
     since = round(unix_time(), 3)
     history = History(service, reported_loads(fleet), unix_time)

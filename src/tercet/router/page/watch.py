@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from functools import cached_property
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -195,26 +195,26 @@ MOST_VIEWERS, FOR_ADMINS = 32, 4
 MOST_PENDING = 6
 
 
+# Who gets a frame: administrators, clients, and another worker of this router that shows a page.
+View = Literal["admin", "client", "worker"]
+_ENCODERS: Mapping[View, Callable[[Frame], bytes]] = {
+    "admin": lambda frame: encoded([frame]),
+    "client": lambda frame: encoded([for_clients(frame)]),
+    "worker": lambda frame: msgspec.json.encode(frame) + b"\n",
+}
+
+
 class EncodedFrame:
-    """A frame, encoded at most once for administrators and once for clients."""
+    """A frame, encoded at most once for each view."""
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
+        self._encoded: dict[View, bytes] = {}
 
-    @cached_property
-    def for_admins(self) -> bytes:
-        """The frame as a server-sent event."""
-        return encoded([self._frame])
-
-    @cached_property
-    def for_clients(self) -> bytes:
-        """The same without what concerns other clients."""
-        return encoded([for_clients(self._frame)])
-
-    @cached_property
-    def line(self) -> bytes:
-        """The frame as a line of JSON, for another worker."""
-        return msgspec.json.encode(self._frame) + b"\n"
+    def seen_as(self, view: View) -> bytes:
+        if view not in self._encoded:
+            self._encoded[view] = _ENCODERS[view](self._frame)
+        return self._encoded[view]
 
 
 # The reason of a refusal that was none: the client left while it waited.
@@ -232,10 +232,10 @@ def refusals_of(metrics: Metrics) -> int:
 
 
 class Viewer:
-    """One open page, with the frames that it has not read yet: at most :data:`MOST_PENDING`."""
+    """One open page, or another worker, with the frames that it has not read yet: at most :data:`MOST_PENDING`."""
 
-    def __init__(self, admin: bool) -> None:
-        self.admin = admin
+    def __init__(self, view: View) -> None:
+        self.view: View = view
         self.is_behind = True
         self.has_left = False
         self._pending: deque[EncodedFrame] = deque()
@@ -251,9 +251,6 @@ class Viewer:
             self._pending.append(frame)
         self._woken.set()
 
-    def encoded(self, frame: EncodedFrame) -> bytes:
-        return frame.for_admins if self.admin else frame.for_clients
-
     def leave(self) -> None:
         self.has_left = True
         self._woken.set()
@@ -268,22 +265,12 @@ class Viewer:
             if self.is_behind:
                 self.is_behind = False
                 self._pending.clear()
-                return self.encoded(whole())
+                return whole().seen_as(self.view)
             if self._pending:
-                found = b"".join(map(self.encoded, self._pending))
+                found = b"".join(frame.seen_as(self.view) for frame in self._pending)
                 self._pending.clear()
                 return found
         return None
-
-
-class Worker(Viewer):
-    """Another worker of this router that shows a page, and gets this worker's frames."""
-
-    def __init__(self) -> None:
-        super().__init__(admin=True)
-
-    def encoded(self, frame: EncodedFrame) -> bytes:
-        return frame.line
 
 
 class Viewers:
@@ -311,28 +298,20 @@ class Viewers:
     def __len__(self) -> int:
         return len(self._viewers)
 
-    def enter(self, admin: bool) -> Viewer:
+    def enter(self, view: View) -> Viewer:
         """Add a viewer, until :meth:`leave` or the end of its stream.
 
         Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.ShuttingDown`.
         """
         if self._is_over():
             raise ShuttingDown("this router is shutting down, so its page is closed")
-        most = MOST_VIEWERS if admin else MOST_VIEWERS - FOR_ADMINS
-        if sum(not isinstance(each, Worker) for each in self._viewers) >= most:
-            kept = "" if admin else f", and {FOR_ADMINS} more places are for administrators"
+        most = MOST_VIEWERS if view == "admin" else MOST_VIEWERS - FOR_ADMINS
+        if view != "worker" and sum(each.view != "worker" for each in self._viewers) >= most:
+            kept = "" if view == "admin" else f", and {FOR_ADMINS} more places are for administrators"
             raise NoSpace(f"{most} pages watch this router process already{kept}; close one of them")
-        return self._enter(Viewer(admin))
-
-    def enter_worker(self) -> Viewer:
-        """Add another worker as a viewer, as :meth:`enter` does for a page."""
-        if self._is_over():
-            raise ShuttingDown("this router is shutting down, so its page is closed")
-        return self._enter(Worker())
-
-    def _enter(self, viewer: Viewer) -> Viewer:
+        viewer = Viewer(view)
         self._viewers.add(viewer)
-        if self._others is not None and not self._follows and not isinstance(viewer, Worker):
+        if self._others is not None and not self._follows and view != "worker":
             self._follows = True
             self._others.begin()
         if not self._is_producing:
@@ -347,7 +326,7 @@ class Viewers:
     async def stream(self, viewer: Viewer) -> AsyncGenerator[bytes]:
         try:
             # Another worker joins the frames itself, so it gets those of this process alone.
-            while (found := await viewer.next(self._own if isinstance(viewer, Worker) else self._current)) is not None:
+            while (found := await viewer.next(self._own if viewer.view == "worker" else self._current)) is not None:
                 yield found
         finally:
             self.leave(viewer)
@@ -371,7 +350,7 @@ class Viewers:
 
     def _follow_no_more(self) -> None:
         """Stop following other workers, unless a page is open."""
-        if self._others is not None and self._follows and all(isinstance(each, Worker) for each in self._viewers):
+        if self._others is not None and self._follows and all(each.view == "worker" for each in self._viewers):
             self._follows = False
             self._others.end()
 
@@ -388,7 +367,7 @@ class Viewers:
                 joined = EncodedFrame(self._others.join(own) if self._others and self._follows else own)
                 self._whole = None
                 for viewer in self._viewers:
-                    viewer.give(mine if isinstance(viewer, Worker) else joined)
+                    viewer.give(mine if viewer.view == "worker" else joined)
                 self._follow_no_more()
                 await asyncio.sleep(LARGE_INTERVAL_S if self._engines() > LARGE else INTERVAL_S)
         finally:

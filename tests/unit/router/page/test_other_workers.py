@@ -105,7 +105,7 @@ class Process:
         self.others = OtherWorkers(self.traces.others, self.traces.frames_of)
         watch = lambda: FleetWatch(router.service, reported_loads(router.fleet), about, 1000.0)  # noqa: E731
         self.viewers = Viewers(watch, lambda: 2, lambda: False, self.others)
-        self.traces.frames = lambda: self.viewers.stream(self.viewers.enter_worker())
+        self.traces.frames = lambda: self.viewers.stream(self.viewers.enter("worker"))
         names.append(self.name)
 
 
@@ -117,7 +117,7 @@ async def test_a_page_shows_what_another_worker_serves_and_nothing_is_watched_af
     async with AsyncExitStack() as stack:
         for process in (one, other):
             await stack.enter_async_context(process.traces.answering())
-        viewer = one.viewers.enter(admin=True)
+        viewer = one.viewers.enter("admin")
         workers = 1
         async with asyncio.timeout(60):
             async for part in one.viewers.stream(viewer):

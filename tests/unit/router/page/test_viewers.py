@@ -51,7 +51,7 @@ async def until_quiet(gallery: Gallery) -> None:
 
 
 async def test_a_viewer_gets_a_whole_frame_and_then_changes(gallery: Gallery) -> None:
-    viewer = gallery.viewers.enter(admin=True)
+    viewer = gallery.viewers.enter("admin")
     async with aclosing(gallery.viewers.stream(viewer)) as stream:
         first = frames_in(await anext(stream))
         assert [frame.whole for frame in first] == [True]
@@ -65,7 +65,7 @@ async def test_a_viewer_gets_a_whole_frame_and_then_changes(gallery: Gallery) ->
 
 
 async def test_clients_see_less_of_the_same_frame(gallery: Gallery) -> None:
-    viewer = gallery.viewers.enter(admin=False)
+    viewer = gallery.viewers.enter("client")
     async with aclosing(gallery.viewers.stream(viewer)) as stream:
         await anext(stream)
         await gallery.router.ask()
@@ -77,7 +77,7 @@ async def test_clients_see_less_of_the_same_frame(gallery: Gallery) -> None:
 
 async def test_nothing_is_observed_without_a_viewer(gallery: Gallery) -> None:
     assert gallery.is_quiet
-    one, two = (gallery.viewers.enter(admin=True) for _ in range(2))
+    one, two = (gallery.viewers.enter("admin") for _ in range(2))
     first, second = gallery.viewers.stream(one), gallery.viewers.stream(two)
     assert await anext(first) is await anext(second)  # made once
     assert gallery.made == 1
@@ -90,19 +90,19 @@ async def test_nothing_is_observed_without_a_viewer(gallery: Gallery) -> None:
 
 async def test_the_next_viewer_finds_one_producer(gallery: Gallery) -> None:
     for _ in range(3):  # before the producer has noticed that the last one left
-        stream = gallery.viewers.stream(gallery.viewers.enter(admin=True))
+        stream = gallery.viewers.stream(gallery.viewers.enter("admin"))
         await anext(stream)
         await stream.aclose()
     assert gallery.made == 1
     await until_quiet(gallery)
-    stream = gallery.viewers.stream(gallery.viewers.enter(admin=True))
+    stream = gallery.viewers.stream(gallery.viewers.enter("admin"))
     await anext(stream)
     assert gallery.made == 2
     await stream.aclose()
 
 
 async def test_a_slow_viewer_is_never_behind_by_more_than_a_few_frames(gallery: Gallery) -> None:
-    viewer = gallery.viewers.enter(admin=True)
+    viewer = gallery.viewers.enter("admin")
     async with aclosing(gallery.viewers.stream(viewer)) as stream:
         await anext(stream)
         async with asyncio.timeout(LONGEST_WAIT_S):
@@ -114,25 +114,25 @@ async def test_a_slow_viewer_is_never_behind_by_more_than_a_few_frames(gallery: 
 
 
 async def test_there_is_a_most_of_viewers(gallery: Gallery) -> None:
-    gallery.viewers.enter_worker()
-    entered = [gallery.viewers.enter(admin=False) for _ in range(MOST_VIEWERS - FOR_ADMINS)]
+    gallery.viewers.enter("worker")
+    entered = [gallery.viewers.enter("client") for _ in range(MOST_VIEWERS - FOR_ADMINS)]
     with pytest.raises(NoSpace, match="for administrators; close one"):
-        gallery.viewers.enter(admin=False)
-    entered += [gallery.viewers.enter(admin=True) for _ in range(FOR_ADMINS)]
+        gallery.viewers.enter("client")
+    entered += [gallery.viewers.enter("admin") for _ in range(FOR_ADMINS)]
     with pytest.raises(NoSpace, match="close one"):
-        gallery.viewers.enter(admin=True)
+        gallery.viewers.enter("admin")
     stream = gallery.viewers.stream(entered[0])
     await anext(stream)
     await stream.aclose()
-    gallery.viewers.enter(admin=True)
+    gallery.viewers.enter("admin")
 
 
 async def test_every_stream_ends_when_the_router_shuts_down(gallery: Gallery) -> None:
-    stream = gallery.viewers.stream(gallery.viewers.enter(admin=True))
+    stream = gallery.viewers.stream(gallery.viewers.enter("admin"))
     await anext(stream)
     gallery.over = True
     async with asyncio.timeout(LONGEST_WAIT_S):
         _ = [part async for part in stream]
     await until_quiet(gallery)
     with pytest.raises(ShuttingDown):
-        gallery.viewers.enter(admin=True)
+        gallery.viewers.enter("admin")
