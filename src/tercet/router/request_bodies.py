@@ -572,20 +572,23 @@ class LongBodies:
         mine: asyncio.Future[BodyTurn] = asyncio.get_running_loop().create_future()
         waiting.append(mine)
         gone = left()
-        try:
-            await asyncio.wait({mine, gone}, timeout=self._limits.queue_timeout_s, return_when="FIRST_COMPLETED")
-        except asyncio.CancelledError:
-            self._give_up(mine, waiting)
-            raise
-        if mine.done():
-            return mine.result()
-        self._give_up(mine, waiting)
-        if gone.done():
-            raise ClientLeft
         seconds = self._limits.queue_timeout_s
-        raise self._refusal(
-            "long_queue_timeout", f"after {seconds:g} s, earlier long requests of this client were not prepared yet"
-        )
+        try:
+            await asyncio.wait({mine, gone}, timeout=seconds, return_when="FIRST_COMPLETED")
+            if mine.done():
+                return mine.result()
+            if gone.done():
+                raise ClientLeft
+            raise self._refusal(
+                "long_queue_timeout", f"after {seconds:g} s, earlier long requests of this client were not prepared yet"
+            )
+        except BaseException:
+            # The turn may have come in the same iteration in which the wait ended: then it is passed on, not lost.
+            if mine.done():
+                mine.result().end()
+            else:
+                waiting.remove(mine)
+            raise
 
     async def alone(self, client: str) -> None:
         """Wait for an iteration of the event loop in which no other caller of this method returns.
@@ -609,14 +612,6 @@ class LongBodies:
             waiting.popleft().set_result(self._begin(client))
         else:
             del self._waiting[client]
-
-    @staticmethod
-    def _give_up(mine: asyncio.Future[BodyTurn], waiting: deque[asyncio.Future[BodyTurn]]) -> None:
-        # The turn may have come in the same iteration in which the wait ended: then it is passed on, not lost.
-        if mine.done():
-            mine.result().end()
-        else:
-            waiting.remove(mine)
 
     def _refusal(self, reason: str, why: str) -> Saturated:
         self._count_refusal(reason)

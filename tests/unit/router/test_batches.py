@@ -184,6 +184,19 @@ def test_after_a_kill_in_the_middle_of_a_write_each_line_runs_once_and_results_a
         assert names == [f"r{index}" for index in range(6) if good[index] is wanted]
 
 
+@pytest.mark.parametrize(
+    "spoilt", [b"\0" * 99, b'[0,true,{"id":"\xff', b"{}", b'[0,true,{"id":1}'], ids=["zeros", "cut", "other", "open"]
+)
+def test_a_result_that_a_power_cut_has_spoilt_is_made_again(files: BatchFiles, spoilt: bytes) -> None:
+    batch = begun(files, 2)
+    path, results = files.content_path(files.files("")[0]), files.results_path(batch.asked.id)
+    good = answered(1, Lines(path, batch.asked, results).read(1), 200, "q", b"{}")
+    results.write_bytes(spoilt + b"\n" + good)
+    again = Lines(path, batch.asked, results)
+    assert ([*again.left], again.counts.completed) == ([0], 1)
+    assert write_in_order(results, results.with_name("o"), results.with_name("e")) == (1, 0)
+
+
 def test_an_answer_that_is_no_json_is_kept_as_text(files: BatchFiles) -> None:
     batch = begun(files, 1)
     lines = Lines(files.content_path(files.files("")[0]), batch.asked, files.results_path(batch.asked.id))

@@ -10,6 +10,7 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,7 +62,7 @@ class Lines:
 
     def __init__(self, path: Path, asked: AskedBatch, results: Path) -> None:
         """Check the whole file, and leave out the lines whose results are known. Raise :class:`BadLines`."""
-        self._path, self._asked = path, asked
+        self._path = path
         self._offsets = _checked(path, asked.endpoint)
         done = dict[int, bool]()
         for result in known_results(results):
@@ -154,8 +155,16 @@ def known_results(path: Path) -> Iterator[Result]:
     with file:
         _cut_incomplete(file)
         file.seek(0)
-        for text in file:
-            yield _RESULT.decode(text)
+        yield from (result for _, result in _results_in(file))
+
+
+def _results_in(file: BinaryIO) -> Iterator[tuple[int, Result]]:
+    """Yield each result of a file with its place; a line that a power cut has spoilt is left out, and made again."""
+    at = 0
+    for text in file:
+        with suppress(*UNREADABLE):
+            yield at, _RESULT.decode(text)
+        at += len(text)
 
 
 def _cut_incomplete(file: BinaryIO) -> None:
@@ -179,15 +188,11 @@ def write_in_order(results: Path, output: Path, errors: Path) -> tuple[int, int]
     """
     found: dict[int, tuple[int, bool]] = {}
     with results.open("rb") as file:
-        at = 0
-        for text in file:
-            result = _RESULT.decode(text)
+        for at, result in _results_in(file):
             found.setdefault(result.index, (at, result.succeeded))
-            at += len(text)
         numbers = [0, 0]
         with output.open("wb") as good, errors.open("wb") as bad:
-            for index in sorted(found):
-                offset, succeeded = found[index]
+            for _, (offset, succeeded) in sorted(found.items()):
                 file.seek(offset)
                 (good if succeeded else bad).write(bytes(_RESULT.decode(file.readline()).text) + b"\n")
                 numbers[not succeeded] += 1
