@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import os
 import queue
 import resource
@@ -40,54 +41,44 @@ STUCK_SECONDS = 1.0
 """Time after which a running call counts as stuck, in seconds."""
 
 
-def read_whole(path: Path, most: int | None = None) -> bytes:
-    """Return the contents of a file, at most ``most`` bytes. Raise ``OSError``, also if it is not a regular file.
-
-    A read of a pipe might never return.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    with open(descriptor, "rb") as file:
-        if most is None:
-            return file.read()
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"has more than {most} bytes")
-    return content
-
-
 def read_named(path: Path, most: int = MOST_NAMED) -> bytes:
     """Return the contents of a file that a user names, at most ``most`` bytes; every such file is read by this.
 
     It may be a regular file, or a pipe such as that of a shell's ``<(command)``, whose writer has :data:`PIPE_SECONDS`.
-    Raise ``OSError`` with a reason in words: for another kind of file, whose read might never end, too.
+    Raise ``OSError`` with a reason in words.
+    """
+    return read_whole(path, most, PIPE_SECONDS)
+
+
+def read_whole(path: Path, most: float = math.inf, pipe_s: float = 0.0) -> bytes:
+    """Return the contents of a file, at most ``most`` bytes. Raise ``OSError`` with a reason in words.
+
+    It is a regular file or, if ``pipe_s`` is given, a pipe whose writer ends within these seconds: the read of any
+    other file might never end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb", buffering=0) as file:
+    try:
         mode = os.fstat(descriptor).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-            raise OSError(errno.EINVAL, "is neither a file nor a pipe")
+        if not (stat.S_ISREG(mode) or (pipe_s and stat.S_ISFIFO(mode))):
+            raise OSError(errno.EINVAL, "is neither a file nor a pipe" if pipe_s else "is not a regular file")
         found, size = list[bytes](), 0
-        deadline = time.monotonic() + PIPE_SECONDS
+        deadline = time.monotonic() + pipe_s
         arrives = select.poll()
         arrives.register(descriptor, select.POLLIN)
         while True:
             left = deadline - time.monotonic()
             if stat.S_ISFIFO(mode) and (left <= 0 or not arrives.poll(left * 1000)):
-                raise OSError(errno.ETIMEDOUT, f"is a pipe whose writer does not end within {PIPE_SECONDS:g} s")
+                raise OSError(errno.ETIMEDOUT, f"is a pipe whose writer does not end within {pipe_s:g} s")
             # Ever larger parts: a large file is read in few calls, a small one needs little memory.
-            part = file.read(_PART if size < _PART else size)
+            part = os.read(descriptor, _PART if size < _PART else size)
             if not part:
                 return b"".join(found)
             found.append(part)
             size += len(part)
             if size > most:
                 raise OSError(errno.EFBIG, f"has more than {most} bytes")
+    finally:
+        os.close(descriptor)
 
 
 def require_regular(path: Path) -> None:

@@ -93,6 +93,13 @@ def test_what_is_refused_leaves_nothing_open(kind: str, tmp_path: Path) -> None:
     assert os.listdir("/proc/self/fd") == before
 
 
+def test_a_named_folder_is_refused_and_leaves_nothing_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="is neither a file nor a pipe"):
+        read_named(tmp_path)
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     write_whole(tmp_path / "file", b"content", lasting=True)
     assert read_whole(tmp_path / "file") == b"content"
