@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import sys
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,12 +92,19 @@ def _answer(talk: Chat, question: str, max_tokens: int) -> None:
 
 
 class Chat:
-    """A conversation with the router at ``url``; ``options`` are fields of each request."""
+    """A conversation with the router at ``url``; ``options`` are fields of each request, as are the ``headers``.
 
-    def __init__(self, url: str, api_key: str | None, options: dict[str, Any], system: str | None = None) -> None:
+    ``trace`` is that of the last answer, if the headers ask for it.
+    """
+
+    def __init__(
+        self, url: str, api_key: str | None, options: dict[str, Any], system: str | None = None,
+        headers: Mapping[str, str] = {},
+    ) -> None:  # fmt: skip
         self.url = url
         self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
-        self._headers = bearer(given_key(api_key, "--api-key"))
+        self.trace: Any = None
+        self._headers = {**bearer(given_key(api_key, "--api-key")), **headers}
         self._options = options
 
     @property
@@ -127,10 +134,12 @@ class Chat:
         answer, finish_reason = "", ""
         try:
             async with self._request("POST", "/v1/chat/completions", body) as response:
-                async for text, reason in _texts(response.content.iter_any()):
-                    answer += text
-                    show(text)
-                    finish_reason = reason or finish_reason
+                async for event in _events(response.content.iter_any()):
+                    self.trace = event.trace or self.trace
+                    for choice in event.choices:
+                        answer += choice.delta.content or ""
+                        show(choice.delta.content or "")
+                        finish_reason = choice.finish_reason or finish_reason
         finally:
             # What was shown stays part of the conversation, also if the answer was cut off.
             if answer:
@@ -145,7 +154,7 @@ class Chat:
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=READ_SECONDS)
         headers = {"content-type": "application/json", **self._headers}
-        data = None if body is None else msgspec.json.encode(body)
+        data, has_begun = None if body is None else msgspec.json.encode(body), False
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
@@ -153,29 +162,41 @@ class Chat:
             ):
                 if response.status != 200:
                     raise EngineError(f"{self.url} answered {response.status}: {_message(await response.read())}")
+                has_begun = True
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if has_begun:
+                raise EngineUnreachable(f"the router's answer was interrupted: {reason_of(error)}", "url") from error
             # Only if nothing listens there: a router that answers was the right one.
             others = others_in_words(self.url) if isinstance(error, aiohttp.ClientConnectorError) else ""
             raise EngineUnreachable(f"no router answers at {self.url}: {reason_of(error)}{others}", "url") from error
 
 
-async def _texts(chunks: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, str]]:
-    """Yield text and finish reason of each choice of each event of a stream until its end.
+class _Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    delta: _Delta = _Delta()
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct, frozen=True):
+    choices: tuple[_Choice, ...] = ()
+    trace: Any = msgspec.field(default=None, name="tercet")
+
+
+async def _events(chunks: AsyncIterable[bytes]) -> AsyncIterator[_Event]:
+    """Yield each event of a stream until its end.
 
     Raises :class:`~tercet.protocol.EngineError` if an event is an error, or the stream ends early.
     """
     async for data in read_answer(chunks):
         try:
-            event: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
-            found = [
-                (str(choice.get("delta", {}).get("content") or ""), str(choice.get("finish_reason") or ""))
-                for choice in event.get("choices", ())
-            ]
-        except (*UNREADABLE, AttributeError, TypeError) as error:
+            event = msgspec.json.decode(data, type=_Event)
+        except UNREADABLE as error:
             raise EngineError(f"the answer cannot be read: {error}") from error
-        for each in found:  # outside of the try block: an error of the reader is not one of the answer
-            yield each
+        yield event  # outside of the try block: an error of the reader is not one of the answer
 
 
 def _message(body: bytes) -> str:

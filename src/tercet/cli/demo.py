@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from tercet.cli.terminal import say
+from tercet.cli.chat import Chat
+from tercet.cli.terminal import say, write
 from tercet.cli.up import require_usable, run_fleet
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import EngineError
 from tercet.protocol.headers import TRACE_HEADER
-from tercet.protocol.sse import AnswerFailed, read_answer
 
 if TYPE_CHECKING:
     from tercet.cluster.running_fleet import StartedFleet
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from tercet.protocol.spans import TraceEvent
 
 MAX_TOKENS = 48
-READ_SECONDS = 120.0
 PASSAGE = """\
 The harbour of Varn lies where two rivers meet the sea. Every morning the ferry crosses from the old town to the
 lighthouse, carries bread and letters over, and brings fish back. The keeper of the lighthouse is called Maren. She has
@@ -57,59 +55,25 @@ async def _show(fleet: StartedFleet, max_tokens: int) -> None:
     from tercet.cli.terminal import console
 
     console.print(f"\n[dim]{PASSAGE}[/dim]\n[bold]{QUESTION}[/bold]\n")
-    _report(await _ask(fleet, max_tokens), "What happened")
+    _report(await _ask(fleet.url, max_tokens), "What happened")
     say("\nThe same question again:\n")
-    _report(await _ask(fleet, max_tokens), "What happened, now that both engines have cached the passage")
+    _report(await _ask(fleet.url, max_tokens), "What happened, now that both engines have cached the passage")
     say("\nStopping. To run your own fleet: tercet up --help")
 
 
-async def _ask(fleet: StartedFleet, max_tokens: int) -> Trace:
-    """Print one answer as it arrives, and return its trace. Raises :class:`~tercet.protocol.EngineError`."""
-    import aiohttp
-
-    from tercet.cli.terminal import console
-    from tercet.wire.client.bounded_answers import reason_of
-
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_SECONDS)
-    body = {
-        "model": "smollm2", "stream": True, "max_tokens": max_tokens, "temperature": 0,
-        "messages": [{"role": "user", "content": f"{PASSAGE}\n{QUESTION}"}],
-    }  # fmt: skip
-    try:
-        async with (
-            aiohttp.ClientSession(headers={TRACE_HEADER: "1"}, timeout=timeout) as session,
-            session.post(f"{fleet.url}/v1/chat/completions", json=body) as response,
-        ):
-            if response.status != 200:
-                raise EngineError(f"the router answered {response.status}: {(await response.text()).strip()}")
-            trace = await show_answer(response.content.iter_any())
-    except (aiohttp.ClientError, TimeoutError) as error:
-        console.print()
-        raise EngineError(f"the router's answer was interrupted: {reason_of(error)}") from error
-    console.print("\n")
-    return trace
-
-
-async def show_answer(chunks: AsyncIterable[bytes]) -> Trace:
-    """Print a stream's text as it arrives, and return its trace. Raises :class:`~tercet.protocol.EngineError`."""
-    from tercet.cli.terminal import console
+async def _ask(url: str, max_tokens: int) -> Trace:
+    """Print one answer as it arrives, and return its trace. Raises :class:`~tercet.protocol.TercetError`."""
     from tercet.fleet.fleet_view import Trace
 
-    trace: Trace | None = None
+    options = {"model": "smollm2", "max_tokens": max_tokens, "temperature": 0}
+    talk = Chat(url, None, options, headers={TRACE_HEADER: "1"})
     try:
-        async for data in read_answer(chunks):
-            event: dict[str, Any] = msgspec.json.decode(data)
-            if "tercet" in event:
-                trace = msgspec.convert(event["tercet"], Trace)
-            for choice in event.get("choices", ()):
-                console.print(choice.get("delta", {}).get("content") or "", end="", markup=False)
-                console.file.flush()
-    except AnswerFailed as error:
-        console.print()
-        raise EngineError(f"the router's answer ended with an error: {error.message}") from error
-    if trace is None:
+        await talk.ask(f"{PASSAGE}\n{QUESTION}", write)
+    finally:
+        say("\n")
+    if talk.trace is None:
         raise EngineError("the router's answer has no trace")
-    return trace
+    return msgspec.convert(talk.trace, Trace)
 
 
 def _report(trace: Trace, title: str) -> None:

@@ -31,6 +31,7 @@ class LiveRouter(http.server.ThreadingHTTPServer):
         self.finish_reason = "stop"
         self.status = 200
         self.breaks_off = False
+        self.missing_bytes = 0  # of what the head announces, when the connection ends
 
     @property
     def url(self) -> str:
@@ -62,7 +63,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, body: bytes) -> None:
         self.send_response(self.router.status)
-        self.send_header("content-length", str(len(body)))
+        self.send_header("content-length", str(len(body) + self.router.missing_bytes))
         self.end_headers()
         self.wfile.write(body)
 
@@ -149,7 +150,8 @@ def test_wrong_use(
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [("error", "the engine is gone", "the engine is gone"), ("status", 503, "not now"),
-     ("breaks_off", True, "the connection closed before the answer ended")],
+     ("breaks_off", True, "the connection closed before the answer ended"),
+     ("missing_bytes", 9, "the router's answer was interrupted")],
 )  # fmt: skip
 def test_an_answer_that_fails_fails_the_command(
     router: LiveRouter, monkeypatch: pytest.MonkeyPatch, capsys: Captured, field: str, value: Any, expected: str
