@@ -1,18 +1,17 @@
 """Fleets of ``tercet up`` on this machine: a file in the cache for each running one, and its directory of logs.
 
 A process is identified by its id and its start time by a monotonic clock, which is never set. Each start has its own
-directory of logs; only the newest are kept.
+directory of logs, which names the process that writes there; of the others only the newest are kept.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -98,12 +97,12 @@ class DetachedFleet(msgspec.Struct, frozen=True):
 @contextmanager
 def announced(fleet: DetachedFleet) -> Generator[None]:
     """Record the fleet until the block ends, so that other commands find it."""
+    from tercet.aio.files import write_whole  # imports asyncio
+
     file = _directory() / f"{fleet.port}-{fleet.pid}.json"  # another fleet may use the same port at another address
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial = file.with_suffix(".new")
-        partial.write_bytes(msgspec.json.encode(fleet))
-        partial.rename(file)
+        write_whole(file, msgspec.json.encode(fleet))
     except OSError as error:
         raise BadRequest(f"--detach: {file} cannot be written: {error.strerror}", "--detach") from error
     try:
@@ -138,9 +137,8 @@ def _directory() -> Path:
 
 # Number of directories that are kept for ended fleets.
 KEPT = 20
-LOCK = ".in-use"
+HOLDER = ".in-use"
 _NAME = re.compile(r"\d{8}-\d{6}-\d+")
-_held: list[int] = []
 
 
 def log_directory(chosen: str | None) -> Path:
@@ -177,22 +175,14 @@ def remove_old(logs: Path) -> None:
 
 
 def _hold(place: Path) -> None:
-    """Protect these logs from removal until this process ends, by a file lock that the kernel then releases."""
-    lock = os.open(place / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    _held.append(lock)
-    with suppress(OSError):  # some file systems have no locks
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    """Protect these logs from removal until this process ends."""
+    from tercet.aio.files import write_whole  # imports asyncio
+
+    write_whole(place / HOLDER, msgspec.json.encode(own_start()))
 
 
 def _is_held(place: Path) -> bool:
     try:
-        lock = os.open(place / LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+        return msgspec.json.decode((place / HOLDER).read_bytes(), type=ProcessStart).runs
+    except (OSError, *UNREADABLE):
         return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
-    return False
