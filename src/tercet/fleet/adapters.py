@@ -63,22 +63,12 @@ def differing(
                 yield engine, report
 
 
-class AgreedAdapters(Mapping[str, AdapterReport]):
+class AgreedAdapters(dict[str, AdapterReport]):
     """The adapters of the members of ``roster``, by name: each name stands for one adapter."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._declared: Declared = ()
-        self._agreed: dict[str, AdapterReport] = {}
-
-    def __getitem__(self, name: str) -> AdapterReport:
-        return self._agreed[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._agreed)
-
-    def __len__(self) -> int:
-        return len(self._agreed)
 
     @property
     def declared(self) -> Declared:
@@ -102,8 +92,10 @@ class AgreedAdapters(Mapping[str, AdapterReport]):
     def agree(self) -> None:
         """Compute again which adapter each name stands for: reports, members or declarations have changed."""
         said = [member.adapters for member in self._roster.members if member.adapters]
-        if said or self._declared or self._agreed:
-            self._agreed = agreed(said, self._declared)
+        if said or self._declared or self:
+            now = agreed(said, self._declared)
+            self.clear()
+            self.update(now)
 
     def pinned(self, request: Request) -> Request:
         """Return the request with the digest of the adapter that its adapter name stands for now.

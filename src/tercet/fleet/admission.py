@@ -357,14 +357,6 @@ class Gate:
         return FleetLoad(engines, tokens, None if self._room is None else self._room())
 
 
-class Spares(Protocol):
-    """An object with spare slots, such as a :class:`Gate`."""
-
-    def spare(self, priority: int) -> Ticket | None: ...
-
-    def give_back(self, ticket: Ticket) -> None: ...
-
-
 class RequestConcurrency:
     """The sequences of one request, of which at most ``at_once`` run at a time; ``spares`` is None without limits.
 
@@ -374,7 +366,7 @@ class RequestConcurrency:
     no other request. So a request of many sequences takes only its share.
     """
 
-    def __init__(self, at_once: int, spares: Spares | None = None, priority: int = 0) -> None:
+    def __init__(self, at_once: int, spares: Gate | None = None, priority: int = 0) -> None:
         self._at_once = at_once
         self._spares = spares
         self._priority = priority

@@ -7,13 +7,14 @@ import random
 
 import pytest
 
+from tercet.fleet import admission
 from tercet.fleet.admission import Admission, FleetLoad, RequestConcurrency, Ticket
 from tercet.settings import Limits
 
 LOAD = FleetLoad()
 
 
-class Gate:
+class Gate(admission.Gate):
     """Places by an :class:`Admission`, without engines."""
 
     def __init__(self, limits: Limits) -> None:
