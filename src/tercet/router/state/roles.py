@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,12 +25,14 @@ from tercet.decisions.roles import WINDOW_S, RoleController, RoleEffects, RoleFl
 from tercet.fleet import EngineFleet
 from tercet.fleet.policy_views import PrefillLine, SeenRequests, observed_engines
 from tercet.protocol import EngineError, TercetError
-from tercet.router.state.fleet_state import FleetState
 from tercet.router.state.followers import read_record
-from tercet.router.state.shared_state import SharedState
 from tercet.router.state.state_store import name_of_this_process
 from tercet.settings import RescheduleSettings
 from tercet.settings.fleet_settings import Objectives
+
+if TYPE_CHECKING:  # a simulation, too, imports this module, and needs no store of states with its Kubernetes client
+    from tercet.router.state.fleet_state import FleetState
+    from tercet.router.state.shared_state import SharedState
 
 INTERVAL_S = 0.5
 REMEMBERED = 32

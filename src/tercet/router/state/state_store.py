@@ -23,15 +23,17 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import msgspec
 
 from tercet.aio.files import read_whole, stamp_of, write_whole
-from tercet.fleet.kubernetes_api import ApiAccess
 from tercet.protocol import BadRequest, EngineError
 from tercet.protocol.wire import UNREADABLE
+
+if TYPE_CHECKING:
+    from tercet.fleet.kubernetes_api import ApiAccess
 
 LOCK_SECONDS = 10.0
 RETRY_DELAY_S = 0.01

@@ -10,7 +10,8 @@ import pytest
 
 from tercet.protocol import BadRequest, Conflict, EngineUnreachable, NoSpace, Request, Sent
 from tercet_lab.sim import Network, SimEngine, run_virtual
-from tercet_lab.sim.sim_store import SimStore, StoreSpec
+from tercet_lab.sim.engine_options import StoreSpec
+from tercet_lab.sim.sim_store import SimStore
 
 from .models import BLOCK, KV_BYTES, collect, is_empty, profile_of, request_of
 

@@ -1,4 +1,4 @@
-"""The options of a simulated engine (scheduling, caching, failures), and the checks of calls to it."""
+"""The options of a simulated engine (scheduling, caching, failures) or store, and the checks of calls to an engine."""
 
 from __future__ import annotations
 
@@ -74,6 +74,23 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def adapter_names(self) -> list[str]:
         """Names of the adapters, from ``adapters``."""
         return [name for name in self.adapters.split(",") if name]
+
+
+class StoreSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A store with room for the KV of ``tokens`` in memory and of ``disk_tokens`` on a disk, 0 for none.
+
+    The disk reads and writes ``disk_rate`` bytes per second.
+    """
+
+    tokens: int
+    disk_tokens: int = 0
+    disk_rate: float = 5e9
+
+    def __post_init__(self) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest`, which names the field, for the first invalid value."""
+        fine = {"tokens": self.tokens >= 1, "disk_tokens": self.disk_tokens >= 0, "disk_rate": self.disk_rate > 0}
+        for name in (name for name, good in fine.items() if not good):
+            raise BadRequest(f"fleet: stores: {name}: is {getattr(self, name)}, and is too small", "fleet")
 
 
 def options_from(base: EngineOptions, changes: Mapping[str, Any]) -> EngineOptions:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NoReturn
 
-import msgspec
-
 from tercet.decisions.scheduling.plugin import block_hashes
 from tercet.engine.leases import check_range, end_of_reservation, require_continued
 from tercet.protocol import (
@@ -36,29 +34,12 @@ from tercet.store.blocks import DISK_SECONDS, WRITES_WAITING
 from tercet.store.disk import DiskIndex
 from tercet.store.pool import MemoryPool
 from tercet_lab.sim.block_pool import SimObserver
-from tercet_lab.sim.engine_options import check_prompt
+from tercet_lab.sim.engine_options import StoreSpec, check_prompt
 from tercet_lab.sim.leases import PromptLease, PromptLeases
 from tercet_lab.sim.network import Network, Node, Send
 from tercet_lab.sim.step_times import Profile
 
 LEASE_TTL = 60.0
-
-
-class StoreSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A store with room for the KV of ``tokens`` in memory and of ``disk_tokens`` on a disk, 0 for none.
-
-    The disk reads and writes ``disk_rate`` bytes per second.
-    """
-
-    tokens: int
-    disk_tokens: int = 0
-    disk_rate: float = 5e9
-
-    def __post_init__(self) -> None:
-        """Raise :class:`~tercet.protocol.BadRequest`, which names the field, for the first invalid value."""
-        fine = {"tokens": self.tokens >= 1, "disk_tokens": self.disk_tokens >= 0, "disk_rate": self.disk_rate > 0}
-        for name in (name for name, good in fine.items() if not good):
-            raise BadRequest(f"fleet: stores: {name}: is {getattr(self, name)}, and is too small", "fleet")
 
 
 @dataclass(eq=False, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -38,8 +38,10 @@ from tercet.settings.fleet_settings import Objectives
 from tercet_lab.bench.simulated.scenario import Fault, FleetSpec, members_of, store_names
 from tercet_lab.planner_settings import NO_PLANNER, MovingSettings
 from tercet_lab.sim import EngineOptions, Host, Network, Profile, SimEngine, load_profile, options_from
-from tercet_lab.sim.sim_store import SimStore
 from tercet_lab.tables import Kind, Table
+
+if TYPE_CHECKING:
+    from tercet_lab.sim.sim_store import SimStore
 
 
 class VirtualFlip(msgspec.Struct, frozen=True):
@@ -308,21 +310,22 @@ def build_fleet(
             profiles[wanted] = load_profile(wanted)
         name = f"{group.role}-{index}"
         host = None if group.host is None else hosts[group.host]
-        settings = options_from(options, group.options)
+        settings = options_from(options, group.options) if group.options else options
         engine = engines[name] = SimEngine(name, profiles[wanted], network, settings, seed, host=host)
         room = engine.pool.total * engine.profile.block_size
         members.append(Member(name, f"sim://{name}", group.role, engine, kv_tokens=room))
     if not spec.without_kv_exchange:
         _require_exchange(list(engines.values()))
-    mirrored = next(iter(engines.values())).profile
-    stores = {
-        name: SimStore(name, mirrored, network, each) for name, each in zip(store_names(spec), spec.stores, strict=True)
-    }
-    if stores:  # copies go where revisions allow it
-        for member in members:
+    stores: dict[str, SimStore] = {}
+    if spec.stores:
+        from tercet_lab.sim.sim_store import SimStore  # imports the real one with its transports
+
+        mirrored = next(iter(engines.values())).profile
+        for member in members:  # copies go where revisions allow it
             member.revision = _revision(engines[member.name].profile)
-    for name, store in stores.items():
-        members.append(Member(name, f"sim://{name}", STORE, store, revision=_revision(store.profile)))
+        for name, each in zip(store_names(spec), spec.stores, strict=True):
+            stores[name] = SimStore(name, mirrored, network, each)
+            members.append(Member(name, f"sim://{name}", STORE, stores[name], revision=_revision(mirrored)))
     # Simulated engines report every change, so the last report is valid at any age.
     fleet = EngineFleet(members, clock=asyncio.get_running_loop().time, stale_after=math.inf, seed=seed)
 

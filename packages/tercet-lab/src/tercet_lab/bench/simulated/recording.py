@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import Container, Mapping, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -20,8 +21,10 @@ from tercet.router.page.records import Frame
 from tercet.router.page.watch import FleetWatch, about_service
 from tercet.router.serve.service import Service
 from tercet_lab.sim import SimEngine
-from tercet_lab.sim.sim_store import SimStore
 from tercet_lab.tables import Kind, Table
+
+if TYPE_CHECKING:
+    from tercet_lab.sim.sim_store import SimStore
 
 MOST_FRAMES, FEWEST_FRAMES, MOST_ROWS = 600, 60, 300_000
 """Limits of the frames that are kept, and of the rows of engines in them; larger fleets get fewer frames."""

@@ -26,7 +26,7 @@ from tercet_lab.bench.workloads import Conversation, parse_phases, plan
 from tercet_lab.bench.workloads.conversations import HashedWords, gaps_of, lengths, refuse, replayed
 from tercet_lab.bench.workloads.recorded import is_one_trace
 from tercet_lab.bench.workloads.rows import RecordedRows
-from tercet_lab.sim.sim_store import StoreSpec
+from tercet_lab.sim.engine_options import StoreSpec
 from tercet_lab.slo import Slo
 
 SHORT = re.compile(r"(\d+)P(\d+)D(@[^,=@]+)?")
