@@ -11,7 +11,7 @@ import io
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -33,6 +33,7 @@ CODES: Mapping[Kind, str] = {"time": "d", "count": "q", "maybe": "d", "flag": "b
 EXTRA = "tercet-lab[tables]"
 MOST_READ = 4 * 1024**3
 """Largest CSV file that is read, in bytes."""
+MOST_ROWS = 1024  # that wait for the columns, which need less memory
 # A rate over fewer requests is not reliable.
 ENDS_NEEDED = 10
 
@@ -45,15 +46,28 @@ class Table:
 
     def __init__(self, columns: Mapping[str, Kind]) -> None:
         self.columns = dict(columns)
-        self._data: dict[str, Any] = {
+        self._filled: dict[str, Any] = {
             name: array(CODES[kind]) if kind in CODES else list[Any]() for name, kind in columns.items()
         }
-        self._appends: list[Callable[[Any], None]] = [data.append for data in self._data.values()]
+        self._rows: list[tuple[Any, ...]] = []  # that wait to enter the columns
 
     def append(self, *row: Any) -> None:
         """Add a row, given in the order of the columns. Unknown numbers are NaN."""
-        for append, value in zip(self._appends, row, strict=True):
-            append(value)
+        self._rows.append(row)
+        if len(self._rows) >= MOST_ROWS:
+            self._enter_rows()
+
+    def _enter_rows(self) -> None:
+        """Add the waiting rows to the columns, together: row by row, each value would cost a call."""
+        if self._rows:
+            for data, values in zip(self._filled.values(), zip(*self._rows, strict=True), strict=True):
+                data.extend(values)
+            self._rows.clear()
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        self._enter_rows()
+        return self._filled
 
     def extend(self, other: Table) -> Self:
         """Add the rows of a table with equal columns; return this table."""
@@ -69,10 +83,9 @@ class Table:
             self._data[name] = array(CODES[kind], map(number, values))
         else:
             self._data[name] = list(values)
-        self._appends = [data.append for data in self._data.values()]
 
     def __len__(self) -> int:
-        return len(next(iter(self._data.values())))
+        return len(next(iter(self._filled.values()))) + len(self._rows)
 
     def __getitem__(self, name: str) -> Any:
         kind, data = self.columns.get(name), self._data.get(name)
@@ -106,13 +119,13 @@ class Table:
         found = type(self).__new__(type(self))
         found.__dict__.update(self.__dict__)
         chosen = np.flatnonzero(which)
-        found._data = {
+        found._rows = []
+        found._filled = {
             name: array(CODES[kind], np.array(self._data[name])[chosen].tobytes())
             if kind in CODES
             else [self._data[name][index] for index in chosen]
             for name, kind in self.columns.items()
         }
-        found._appends = [data.append for data in found._data.values()]
         return found
 
     # ---- data frames and files -------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 SETTLED_AT = 5_000
 """Number of recorded entries at which they are evaluated, so that a long run needs no more memory."""
+CHANGE, RUN = 3, 7  # lengths of the entry of a change, and of that of a run without its phases
 CHUNK = 512
 FINENESS = 2**16
 """Number of parts of the whole range of imbalances, in which the percentile is found."""
@@ -54,10 +55,11 @@ class EngineUsage:
     def note(self, free: int) -> None:
         """Record that the engine has ``free`` free blocks from now on."""
         if free != self.free:
-            self._log.changes.append((self._log.now(), self._row, self.free - free))
+            log = self._log
+            log.changes += (log.now(), self._row, self.free - free)
             self.free = free
-            if len(self._log.changes) > SETTLED_AT:
-                self._log.settle()
+            if len(log.changes) > SETTLED_AT * CHANGE:
+                log.settle()
 
     def note_run(
         self, begin: float, first: float, growth: float, steps: tuple[int, int], tick: int, phases: list[int],
@@ -69,9 +71,10 @@ class EngineUsage:
         run's begin, the length of its first step, and the growth of each step.
         """
         runs = self._log.runs[len(phases)]
-        runs.append(((self._row, begin, first, growth, *steps, tick), tuple(phases)))
+        runs += (self._row, begin, first, growth, *steps, tick)
+        runs += phases
         self.free -= taken
-        if len(runs) > SETTLED_AT:
+        if len(runs) > SETTLED_AT * (RUN + len(phases)):
             self._log.settle()
 
 
@@ -84,8 +87,9 @@ class UsageLog:
         self._at = self.now()
         self._used = np.array([engine.pool.total - engine.free_blocks for engine in engines.values()], dtype=np.int64)
         self._totals = np.array([engine.pool.total for engine in engines.values()], dtype=np.float64)
-        self.changes: list[tuple[float, int, int]] = []  # time, engine, more used blocks
-        self.runs: defaultdict[int, list[tuple[tuple[float, ...], tuple[int, ...]]]] = defaultdict(list)
+        # Numbers one after the other, since an array of rows costs four times as much: time, engine, more used blocks.
+        self.changes: list[float] = []
+        self.runs: defaultdict[int, list[float]] = defaultdict(list)  # by block size; see taken_by
         self._seconds = self._imbalance = self._usage = 0.0
         self._spread = np.zeros(FINENESS + 1)
         for row, engine in enumerate(engines.values()):
@@ -118,9 +122,8 @@ class UsageLog:
 
     def _entries(self) -> tuple[Floats, Integers, Integers]:
         """Return time, engine and more blocks of each change in the order of time, and forget them."""
-        parts = [np.array(self.changes, dtype=np.float64).reshape(-1, 3)]
-        parts += [taken_by(np.array([run for run, _ in runs]), np.array([phases for _, phases in runs]))
-                  for runs in self.runs.values() if runs]  # fmt: skip
+        parts = [np.fromiter(self.changes, np.float64).reshape(-1, CHANGE)]
+        parts += [taken_by(np.fromiter(runs, np.float64).reshape(-1, RUN + size)) for size, runs in self.runs.items()]
         self.changes.clear()
         self.runs.clear()
         entries = np.concatenate(parts)
@@ -157,14 +160,14 @@ class UsageLog:
         np.add.at(self._spread, np.rint(imbalance * FINENESS).astype(np.int64), seconds)
 
 
-def taken_by(runs: Floats, phases: Integers) -> Floats:
+def taken_by(runs: Floats) -> Floats:
     """Return time, engine and blocks of each step that takes blocks, given the entries of runs with equal block sizes.
 
-    An entry has the engine, the run's begin, its first step, its growth, a range of steps, and the tick of the first
-    step of the run; ``phases`` has a row for each.
+    An entry has the engine, the run's begin, its first step, its growth, a range of steps, the tick of the first step
+    of the run, and its phases.
     """
-    size = phases.shape[1]
-    run, phase = phases.nonzero()
+    size = runs.shape[1] - RUN
+    run, phase = runs[:, RUN:].nonzero()
     begin, end, tick = (runs[run, column].astype(np.int64) for column in (4, 5, 6))
     step = begin + (phase - tick - begin) % size  # the first of the range in this phase
     count = np.maximum(0, (end - step + size - 1) // size)
@@ -172,4 +175,4 @@ def taken_by(runs: Floats, phases: Integers) -> Floats:
     nth = np.arange(len(each)) - np.repeat(np.cumsum(count) - count, count)
     steps, run = step[each] + size * nth, run[each]
     at = runs[run, 1] + steps * runs[run, 2] + runs[run, 3] * steps * (steps - 1) / 2
-    return np.column_stack((at, runs[run, 0], phases[run, phase[each]])).astype(np.float64, copy=False)
+    return np.column_stack((at, runs[run, 0], runs[run, RUN + phase[each]]))
