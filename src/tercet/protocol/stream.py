@@ -48,7 +48,7 @@ class OutputStream:
     )  # fmt: skip
 
     def __init__(self, produce: Callable[[OutputStream], Awaitable[None]]) -> None:
-        self._produce = produce
+        self._produce: Callable[[OutputStream], Awaitable[None]] = produce
         self._observers: tuple[OutputObserver, ...] = ()
         self._consume: Callable[[Output], object] | None = None
         self._until_consumed: Callable[[], Awaitable[None]] | None = None
@@ -234,14 +234,29 @@ class OutputStream:
 
     async def _run(self) -> None:
         """Run one producer after another, in this task, until the stream is over."""
-        goes_on = self._failure is None
+        runner, goes_on = asyncio.current_task(), self._failure is None
         while goes_on:
             if self._following is not None:
                 following, self._following = self._following(), None
                 self._produce, self._observers, self._begun = following._produce, following._observers, False
             for observer in self._observers:
                 observer.on_start(self)
-            error = await self._produced()
+            error: BaseException | None = None
+            self._runner, self._interrupted = runner, False
+            cancelled_before = runner.cancelling() if runner is not None else 0
+            try:
+                await self._produce(self)
+            except BaseException as failure:
+                error = failure
+            self._runner = None
+            if self._interrupted and runner is not None:  # that does not count as a failure of the producer
+                if not isinstance(error, asyncio.CancelledError):
+                    with suppress(asyncio.CancelledError):  # still pending if nothing was awaited after it
+                        await asyncio.sleep(0)
+                if runner.uncancel() > cancelled_before:  # another task has cancelled the task as well
+                    self._failure = error = asyncio.CancelledError()
+                elif isinstance(error, asyncio.CancelledError):
+                    error = None
             # A cancelled consumer wants no more output of any producer.
             goes_on = self._following is not None and not self._over and not isinstance(error, asyncio.CancelledError)
             if not goes_on:
@@ -249,30 +264,6 @@ class OutputStream:
                 self._end()
             for observer in self._observers:
                 observer.on_end(error if goes_on else self._failure)
-
-    async def _produced(self) -> BaseException | None:
-        """Run ``produce`` and return its failure, or None.
-
-        An interruption by this stream itself does not count as failure.
-        """
-        self._runner = runner = asyncio.current_task()
-        self._interrupted = False
-        cancelled_before = runner.cancelling() if runner is not None else 0
-        failure: BaseException | None = None
-        try:
-            await self._produce(self)
-        except BaseException as error:
-            failure = error
-        self._runner = None
-        if not self._interrupted or runner is None:
-            return failure
-        if not isinstance(failure, asyncio.CancelledError):
-            with suppress(asyncio.CancelledError):  # the cancellation is still pending if nothing was awaited after it
-                await asyncio.sleep(0)
-        if runner.uncancel() > cancelled_before:  # another task has cancelled the task as well
-            self._failure = asyncio.CancelledError()
-            return self._failure
-        return None if isinstance(failure, asyncio.CancelledError) else failure
 
     def _interrupt(self) -> None:
         """Cancel ``produce`` without waiting for it; the cancellation of its task is taken back when it has ended."""

@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, Self, cast
 
 import msgspec
 
@@ -98,21 +98,32 @@ class BrokenOff(EngineError):
 class Attempts:
     """One sequence while it is served: programs run one after another, and their outputs go to ``stream``.
 
-    The observers of its service learn of its beginning, and once of its end.
+    The observers of its service learn of its beginning, and once of its end: at the latest at the exit of this context.
     """
 
     def __init__(
-        self, service: Service, chosen: Chosen, sequence: RunningSequence, trace: Trace, stream: OutputStream
+        self, service: Service, chosen: Chosen, sequence: RunningSequence, view: FleetView, stream: OutputStream
     ) -> None:
-        self._service, self._chosen = service, chosen
-        self._sequence, self._trace, self._stream = sequence, trace, stream
+        self._service, self._chosen, self._view = service, chosen, view
+        self._sequence, self._trace, self._stream = sequence, view.trace, stream
         self._clock = service.fleet.costs.clock
         # The span of the request. The last tokens may come from a connection's task, which belongs to no request.
         self._place = current_span()
         self._fault: ProgramFault | BrokenOff | None = None
         self._is_over = False
         for observer in service.observers:
-            observer.begins(sequence, trace)
+            observer.begins(sequence, view.trace)
+
+    def __enter__(self) -> Self:
+        self._service.streams[self._stream] = self._sequence  # so that the end of the router ends it
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._service.streams.pop(self._stream, None)
+        self._view.close()
+        self.ends("left")  # without effect after another end
+        if self._service.sessions is not None:
+            self._service.sessions.ends(self._sequence)
 
     async def run(self, program: Callable[[], Answer]) -> BaseException | None:
         """Run one program to its end; return its failure if another attempt may serve the sequence, otherwise None."""
@@ -365,7 +376,7 @@ class Service:
         self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted, load_arm)), return_after)
         self.metrics = metrics
         self.observers: list[SequenceObserver] = []
-        self._streams: dict[OutputStream, RunningSequence] = {}
+        self.streams: dict[OutputStream, RunningSequence] = {}
         # None if sessions are not used.
         self.sessions: Sessions | None = None
         # None without warm start.
@@ -424,13 +435,13 @@ class Service:
         """End all running sequences, and all later ones, with ``error``."""
         # First the error, then the streams: a sequence that begins in between ends by itself.
         self._given_up_by = error
-        for stream in tuple(self._streams):
+        for stream in tuple(self.streams):
             stream.give_up(error)
 
     def break_off(self, error: TercetError) -> None:
         """End sequences that have tokens with ``error``: another model must not continue them."""
         # A sequence without tokens may begin on either model: its client has seen nothing yet.
-        for stream, sequence in tuple(self._streams.items()):
+        for stream, sequence in tuple(self.streams.items()):
             if sequence.tokens:
                 stream.give_up(error)
 
@@ -449,8 +460,12 @@ class Service:
         program = partial(chosen.program, request, fleet)
         if self._given_up_by is not None:  # the router is ending; its streams were ended before this one began
             raise self._given_up_by
+        # What engines leave to the background may be nothing for long; a batch ends with its window.
+        timeout = None if request.background else self._request_timeout
+        deadline = _NO_DEADLINE if timeout is None else _deadline(stream, began + timeout, timeout)
         # What learns of the sequence here (metrics, deadline, observers, sessions) learns of its end on every exit.
-        with self._observed(chosen, sequence, fleet, stream, began) as attempts:
+        attempts = Attempts(self, chosen, sequence, fleet, stream)
+        with attempts, self.sequences.running(sequence), self.metrics.sequence(), deadline:
             if self.sessions is not None:
                 await self.sessions.begins(request)
             # Attempt. Without a failure the sequence has ended. Every attempt writes to the same stream and sequence,
@@ -505,26 +520,6 @@ class Service:
                 tried_at = self._clock()
                 trace.program = sequence.program
                 program = partial(one_engine, retry.request, fleet, retry.output)
-
-    @contextmanager
-    def _observed(
-        self, chosen: Chosen, sequence: RunningSequence, view: FleetView, stream: OutputStream, began: float
-    ) -> Generator[Attempts]:
-        """Count, show and time a sequence while entered; what still observes it learns of any end at the exit."""
-        self._streams[stream] = sequence  # so that the end of the router ends it
-        attempts = Attempts(self, chosen, sequence, view.trace, stream)
-        try:
-            # What engines leave to the background may be nothing for long; a batch ends with its window.
-            timeout = None if sequence.request.background else self._request_timeout
-            deadline = _NO_DEADLINE if timeout is None else _deadline(stream, began + timeout, timeout)
-            with self.sequences.running(sequence), self.metrics.sequence(), deadline:
-                yield attempts
-        finally:
-            self._streams.pop(stream, None)
-            view.close()
-            attempts.ends("left")  # without effect after another end
-            if self.sessions is not None:
-                self.sessions.ends(sequence)
 
     def _tell_next_attempt(
         self, chosen: Chosen, error: BaseException, is_own_fault: bool, sequence: RunningSequence, fleet: FleetView
