@@ -195,7 +195,7 @@ class SimScheduler(StepSelection):
         if work.state != "waiting":
             self._stop_running(work)
         elif work in self._waiting:
-            self._waiting.remove(work)
+            self._waiting.queue_of(work).remove(work)
         self._give_back(work)
         if self.reservations is not None:
             self.reservations.admit()
@@ -286,23 +286,15 @@ class SimScheduler(StepSelection):
         self._timer = None
         passed = self._time.on_loop(ended) - self._step_began
         self.counters.busy += passed
-        self._note_steps(passed)
+        steps = 1 if self._run is None else self._ticks
+        if steps and passed:  # not a run that was frozen before its first step ended, nor a step without work
+            mean = passed / steps  # weighted as by a real engine
+            before = mean if self._step_time is None else self._step_time
+            self._step_time = mean + (before - mean) * (1 - NEWEST) ** steps
         if self._shared is not None and passed:
             self._share.ended(passed, *self._shared)
         self._advance()
         self._boundary(ended)
-
-    def _note_steps(self, passed: float) -> None:
-        """Update the reported step time with ended steps, which took ``passed`` seconds in total.
-
-        A real engine uses the same weights.
-        """
-        steps = 1 if self._run is None else self._ticks
-        if not steps or not passed:
-            return  # a run that was frozen before its first step ended, or a step without work
-        mean = passed / steps
-        before = mean if self._step_time is None else self._step_time
-        self._step_time = mean + (before - mean) * (1 - NEWEST) ** steps
 
     def _boundary(self, now: float) -> None:
         if self._between:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from tercet.engine.leases import check_generation, end_of_reservation, require_unused, usage_of
@@ -43,7 +43,7 @@ from tercet_lab.sim.step_selection import Counters, Work, has_computed
 from tercet_lab.sim.step_times import Host, Profile, StepModel, time_on
 
 T = TypeVar("T")
-
+_step_model = lru_cache(maxsize=64)(StepModel)  # equal engines share one, with what it has computed
 
 REPORT_SECONDS = 0.1
 """Shortest interval between load reports, as in the token streams of real engines."""
@@ -96,7 +96,7 @@ class SimEngine(Node[SimLeases]):
     ) -> None:
         self.options = options or EngineOptions()
         super().__init__(name, profile, network, self.options.lease_ttl, address)
-        self._model = StepModel(
+        self._model = _step_model(
             profile.steps, self.options.prefill_scale, self.options.decode_scale, self.options.host_time
         )
         self._time = time_on(host, profile)

@@ -134,13 +134,6 @@ class WaitingWorks:
         work.arrival = self.arrival()
         self.queue_of(work).append(work)
 
-    def put_back(self, work: Work) -> None:
-        """Put a sequence without blocks first among the sequences without blocks."""
-        self.plain.appendleft(work)
-
-    def remove(self, work: Work) -> None:
-        self.queue_of(work).remove(work)
-
     def queue_of(self, work: Work) -> deque[Work]:
         """Return the queue that a sequence waits in."""
         return self.holding if work.holding.blocks else self.plain
@@ -261,7 +254,8 @@ class DecodingBatch:
 
     def pop_due(self) -> list[Work]:
         """Return the sequences that are due now, and remove their entries."""
-        found, due = list[Work](), self._due
+        found: list[Work] = []
+        due = self._due
         while due and due[0][0] <= self.tick:
             entry = heapq.heappop(due)
             if _valid(entry):
@@ -402,27 +396,24 @@ class StepSelection:
 
     def _select(self) -> tuple[list[Chunk], bool]:
         """Return the prompt chunks of the next step, and True if each decoding sequence has a token in it."""
+        mixed, waiting = self._options.schedule == "chunked", self._waiting
         while True:
             preemptions = self.counters.preemptions
-            chunks, decodes = self._select_once()
-            if chunks or decodes or not self._waiting:
+            if self._background:
+                self._select_background()
+            admits = not (mixed and self._make_room())
+            has_prompts = self._prefilling or waiting.plain or waiting.holding
+            chunks = self._schedule(mixed, admits) if has_prompts else []
+            if chunks and not mixed:
+                return chunks, False
+            if not mixed:
+                self._make_room()
+            decodes = self._decoding.size > 0
+            if chunks or decodes or not waiting:
                 return chunks, decodes
             # A step that preempts admits no sequence. If it is empty for that reason, it takes no time: select again.
             if self.counters.preemptions == preemptions and not (self._give_way() or self._preempt_background()):
                 return chunks, decodes
-
-    def _select_once(self) -> tuple[list[Chunk], bool]:
-        mixed, waiting, chunks = self._options.schedule == "chunked", self._waiting, list[Chunk]()
-        if self._background:
-            self._select_background()
-        admits = not (mixed and self._make_room())
-        if self._prefilling or waiting.plain or waiting.holding:
-            chunks = self._schedule(mixed, admits)
-        if chunks and not mixed:
-            return chunks, False
-        if not mixed:
-            self._make_room()
-        return chunks, self._decoding.size > 0
 
     def _schedule(self, mixed: bool, admits: bool) -> list[Chunk]:
         """Return the prompt chunks of the next step: first of running prompts, then of new ones while they fit."""
@@ -444,11 +435,14 @@ class StepSelection:
 
     def _admit_waiting(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
         passed_over: list[Work] = []
-        waiting, most = self._waiting, self._options.max_num_seqs
+        waiting, reservations, most = self._waiting, self.reservations, self._options.max_num_seqs
         while budget > 0 and (queue := waiting.holding or waiting.plain):
             work = queue[0]
             left_out = work.background and self._room <= 0
-            if left_out or not self.slots.admits(work.prompt.adapter) or self._held_back(work):
+            if reservations is not None and reservations.waits and not work.holding.blocks:
+                free = self.pool.free - self._decoding.blocks_for(1)
+                left_out = left_out or reservations.holds_back(work, self._missing(work), free)
+            if left_out or not self.slots.admits(work.prompt.adapter):
                 passed_over.append(queue.popleft())
                 continue
             while not (admitted := self.running < most and self._admit(work)):
@@ -468,14 +462,6 @@ class StepSelection:
         for work in reversed(passed_over):
             self._waiting.queue_of(work).appendleft(work)
         return chunks
-
-    def _held_back(self, work: Work) -> bool:
-        """True if a sequence without blocks must wait, because an earlier reservation needs the free blocks."""
-        reservations = self.reservations
-        if reservations is None or not reservations.waits or work.holding.blocks:
-            return False
-        free = self.pool.free - self._decoding.blocks_for(1)
-        return reservations.holds_back(work, self._missing(work), free)
 
     def _admit(self, work: Work) -> bool:
         """Pin a sequence's cached prefix and return True, or return False if too few blocks are free for the rest."""
@@ -552,7 +538,7 @@ class StepSelection:
             self._background[id(work)] = work
             self._waiting.plain.append(work)  # a sequence that is being admitted stays the first
         else:
-            self._waiting.put_back(work)
+            self._waiting.plain.appendleft(work)
 
     def _select_background(self) -> None:
         """Set which background sequences generate in the next step, and how many tokens of their prompts it may have.

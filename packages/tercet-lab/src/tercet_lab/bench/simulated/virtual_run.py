@@ -49,7 +49,6 @@ from tercet_lab.bench.simulated.scenario import (
 from tercet_lab.planner_settings import MovingSettings, weights_of
 from tercet_lab.sim import EngineOptions, SimEngine, options_from, run_virtual
 from tercet_lab.sim.kv_usage import KVImbalance, UsageLog
-from tercet_lab.sim.sim_store import SimStore
 from tercet_lab.tables import Requests, Table
 
 
@@ -335,7 +334,7 @@ def run_requests(
             coming = classed(arrivals, weights, moving.objectives.header, seed)
         for fault in spec.faults:
             plan_fault(fault, built.engines.get(fault.engine) or built.stores[fault.engine], built.service.fleet)
-        everything: Mapping[str, SimEngine | SimStore] = {**built.engines, **built.stores}
+        everything = {**built.engines, **built.stores}
         recorder, others = None, list[Coroutine[Any, Any, None]]()
         if record.frames_every is not None:
             recorder = TimelineRecorder(built.service, everything, profile, record.frames_every)
@@ -479,8 +478,10 @@ async def _serve(built: VirtualFleet, request: Request, outcome: Outcome, each_t
 
     Raise the errors of the program itself: a simulation must show them.
     """
-    loop, trace, begun = asyncio.get_running_loop(), Trace(), list[RunningSequence]()
-    sent, error, times = loop.time(), None, list[float]()
+    loop, trace, error = asyncio.get_running_loop(), Trace(), None
+    begun: list[RunningSequence] = []
+    times: list[float] = []
+    sent = loop.time()
 
     def take(output: Output) -> None:
         times.extend([loop.time()] * len(output.token_ids))
@@ -497,10 +498,9 @@ async def _serve(built: VirtualFleet, request: Request, outcome: Outcome, each_t
             outcome.retries += 1
             outcome.fallbacks += event.verb == FALLBACK
             outcome.first_retried = outcome.first_retried or event.reason
-    sequence = begun[0] if begun else None
     preempted = built.network.take_preemptions(request.seq_id)
     token_times = tuple(times) if each_token and error is None else None
-    return Served(request, sent, loop.time(), sequence, trace, error, preempted, token_times)
+    return Served(request, sent, loop.time(), begun[0] if begun else None, trace, error, preempted, token_times)
 
 
 def _cause_of(error: TercetError) -> TercetError:
