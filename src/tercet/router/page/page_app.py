@@ -36,18 +36,16 @@ async def send_file(scope: Scope, name: str, send: Send) -> None:
     if file is None:
         raise UnknownPath(f"the page has no file {name[:80]!r}")
     headers = {"etag": file.tag, "cache-control": "no-cache"}
+    status, content = 200, file.content
     if (b"if-none-match", file.tag.encode()) in scope["headers"]:
-        await answer(send, 304, b"", file.media_type, headers)
-        return
-    await answer(send, 200, file.content, file.media_type, headers, is_head=scope["method"] == "HEAD")
+        status, content = 304, b""
+    await answer(send, status, content, file.media_type, headers)
 
 
-async def answer(
-    send: Send, status: int, body: bytes, media_type: str, headers: dict[str, str] | None = None, is_head: bool = False
-) -> None:
-    """Send a whole answer, without its body for HEAD."""
-    await send(start_of(status, media_type, {**(headers or {}), "content-length": str(len(body))}))
-    await send({"type": "http.response.body", "body": b"" if is_head else body})
+async def answer(send: Send, status: int, body: bytes, media_type: str, headers: Mapping[str, str] = {}) -> None:
+    """Send a whole answer; the server leaves out its body for HEAD."""
+    await send(start_of(status, media_type, {**headers, "content-length": str(len(body))}))
+    await send({"type": "http.response.body", "body": body})
 
 
 def start_of(status: int, media_type: str, headers: dict[str, str]) -> dict[str, object]:

@@ -406,6 +406,8 @@ class PointCounts:
 
 # Seconds between two points of the history, and how many of them are kept.
 SECONDS, KEPT = 5.0, 180
+# Seconds by which a timer may be early, as uvloop's are: the next point is then not that of the same time.
+EARLY_S = 0.01
 POINTS = msgspec.json.Decoder(list[FleetPoint])
 
 
@@ -428,8 +430,8 @@ class History:
         self._wait()
 
     def _wait(self) -> None:
-        now = self._time()
-        asyncio.get_running_loop().call_later(SECONDS - now % SECONDS, self._tick)
+        now = self._time() + EARLY_S
+        asyncio.get_running_loop().call_later(SECONDS - now % SECONDS + EARLY_S, self._tick)
 
     def _tick(self) -> None:
         try:

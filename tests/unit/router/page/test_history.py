@@ -63,6 +63,20 @@ async def test_points_come_by_themselves_at_multiples_of_the_interval(
     await until(lambda: len(kept.points()) >= 3)
 
 
+async def test_a_timer_that_fires_early_makes_no_point_of_a_millisecond(
+    router: LiveRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "SECONDS", 0.2)
+    loop = asyncio.get_running_loop()
+    call_later = loop.call_later
+    # As uvloop does, whose timers have whole milliseconds.
+    monkeypatch.setattr(loop, "call_later", lambda delay, call, *more: call_later(max(0, delay - 0.005), call, *more))
+    kept = History(router.service, reported_loads(router.fleet), loop.time)
+    kept.begin()
+    await until(lambda: len(kept.points()) >= 4)
+    assert all(point.seconds > 0.1 for point in kept.points()[1:])
+
+
 def at(t: float, done: int, running: int = 0, failed: int = 0) -> FleetPoint:
     return FleetPoint(t, SECONDS, running, 0, {"a": did(done, 10, 20.0)}, failed, 1)
 

@@ -43,12 +43,11 @@ class RecordedPage:
         path = scope["path"].removeprefix("/")
         if scope["method"] not in ("GET", "HEAD"):
             raise MethodNotAllowed(f"/{path} does not accept the method {scope['method']}; use GET or HEAD")
-        is_head = scope["method"] == "HEAD"
         if path == "about":
             about = msgspec.json.encode({"mode": "recorded", "tercet": __version__})
-            await answer(send, 200, about, "application/json", is_head=is_head)
+            await answer(send, 200, about, "application/json")
         elif path == RUN:
-            await answer(send, 200, self._result, "application/json", is_head=is_head)
+            await answer(send, 200, self._result, "application/json")
         else:
             await send_file(scope, path, send)
 
