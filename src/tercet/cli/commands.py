@@ -7,6 +7,7 @@ line stay texts: typer would load rich, a Markdown parser and pydantic for them,
 from __future__ import annotations
 
 import ast
+import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 import typer.core
@@ -84,7 +85,7 @@ class _Plain:
         return " ".join(plain((self.help or "").strip().partition("\n\n")[0]).split())
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the parameters, which let texts and missing values pass unchanged; typer would use pydantic."""
+        """Return the parameters, which let values of their type pass unchanged; typer would load pydantic."""
         of_typer: Any = super()
         params = of_typer.get_params(ctx)
         for each in params:
@@ -96,7 +97,13 @@ class _Plain:
 
 def _processed(of: Any, convert: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
     kind = getattr(getattr(of, "type_descriptor", None), "annotation", None)
-    if of.required or not (value is None or kind in (str, list[str])):
+    # A path that exists and is not readable is an error of typer's.
+    if kind is Path and isinstance(value, str) and (os.access(value, os.R_OK) or not os.path.lexists(value)):
+        value = Path(value)
+    elif of.required and kind == list[str] and value is not None:
+        value = list(value)
+    is_ready = kind in (str, list[str]) or value in get_args(kind) or type(value) is kind or isinstance(value, Path)
+    if not (is_ready or value is None) or (of.required and of.value_is_missing(value)):
         return convert(ctx, value)
     given = () if value is None and of.multiple else value
     return given if of.callback is None else of.callback(ctx, of, given)
