@@ -31,7 +31,6 @@ from tercet.protocol import EngineUnreachable, spans
 from tercet.protocol.entry_points import PARTS, provided
 from tercet.protocol.spans import SpanContext
 from tercet.router import admin
-from tercet.router.admin.admin_routes import json_answer
 from tercet.router.admin.admin_server import admin_served
 from tercet.router.batches.batch_routes import Batches
 from tercet.router.observe.metrics import HotContextMetrics, Metrics, SessionMetrics, WriteBehindMetrics
@@ -56,7 +55,7 @@ from tercet.settings import RouterConfig
 from tercet.settings.process_settings import ALL_ENGINES_VARIABLE, API_KEY_VARIABLE
 from tercet.wire.client import StreamListener, engine_tls
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.serving.http_server import served
+from tercet.wire.serving.http_server import error_response, served
 from tercet.wire.serving.server_access import RouterKeys, api_keys
 
 logger = logging.getLogger("tercet.router")
@@ -88,8 +87,7 @@ def _app(config: RouterConfig, state: SharedState, keys: RouterKeys, files: Name
 
     @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
     async def not_yet(path: str) -> Response:
-        error = EngineUnreachable(REASON)
-        return json_answer(error.to_wire(), error.status)
+        return error_response(EngineUnreachable(REASON), None)
 
     app.middleware_stack = RouterApp(
         app.build_middleware_stack(), None, gate, keys.clients, state.service.program_called, config.max_request_bytes,

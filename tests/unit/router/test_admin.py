@@ -6,13 +6,16 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import APIRouter, FastAPI
 from starlette.routing import Route
 
 from tercet.fleet import FleetView
-from tercet.protocol import EngineUnreachable
+from tercet.protocol import EngineUnreachable, Saturated
 from tercet.protocol.wire import API_PREFIX
 from tercet.router import admin
+from tercet.router.admin.admin_routes import TercetRoute
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import Engine, LiveRouter
@@ -347,3 +350,17 @@ async def test_a_method_that_a_route_does_not_take_is_405_with_those_that_it_tak
             assert {each.strip() for each in answer.headers["allow"].split(",")} == takes
             assert method in error["message"]
         assert (await client.get(f"{asked}/nothing/of/it")).status_code in (404, 405)
+
+
+async def test_an_error_of_a_route_says_when_to_retry() -> None:
+    routes, app = APIRouter(route_class=TercetRoute), FastAPI()
+
+    @routes.get("/full")
+    async def full() -> None:
+        raise Saturated("the fleet is full", retry_after=7)
+
+    app.router.routes.extend(routes.routes)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        answer = await client.get("/full")
+    assert (answer.status_code, answer.headers.get("retry-after")) == (429, "7")
+    assert answer.json()["error"]["message"] == "the fleet is full"

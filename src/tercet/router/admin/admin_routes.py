@@ -55,7 +55,7 @@ from tercet.settings import EngineAddress
 from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 from tercet.settings.process_settings import LOGS_VARIABLE
 from tercet.wire.callers import require_digest
-from tercet.wire.serving.http_server import json_response
+from tercet.wire.serving.http_server import error_response, json_response
 from tercet.wire.serving.server_access import ADMITTED, PROVED
 
 MOST_DIGITS = 18  # of a number in a query; Python refuses to read thousands of them
@@ -77,7 +77,7 @@ class TercetRoute(APIRoute):
                 self.require(request)
                 return await handle(request)
             except TercetError as error:
-                return json_answer(error.to_wire(), error.status)
+                return error_response(error, None)
 
         return answer
 

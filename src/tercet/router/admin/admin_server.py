@@ -18,11 +18,11 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.protocol import BadRequest, MethodNotAllowed, TercetError, UnknownPath
-from tercet.router.admin.admin_routes import json_answer, routes, vllms
+from tercet.router.admin.admin_routes import routes, vllms
 from tercet.router.serve.plans import NamedFiles
 from tercet.router.state.shared_state import SharedState
 from tercet.settings.engine_addresses import AdminAddress
-from tercet.wire.serving.http_server import served
+from tercet.wire.serving.http_server import error_response, served
 from tercet.wire.serving.server_access import AT_ADMIN
 
 BACKLOG = 128
@@ -119,7 +119,7 @@ def install(
                 error: TercetError = MethodNotAllowed(f"{path} does not accept the method {method}; use {allowed}")
             else:
                 error = UnknownPath(f"this server has no route {method} {path}; /openapi.json lists the routes")
-            response = json_answer(error.to_wire(), error.status)
+            response = error_response(error, None)
             if allowed:
                 response.headers["Allow"] = allowed
             await response(scope, receive, send)
