@@ -201,6 +201,7 @@ LITTLE = (
     "--version", "nothing", "stauts", "status", "status --port x", "up --port x", "engine --port 0", "down",
     "engines add", "sim --record -1", "bench serve --request-rate x", "engines drain x", "scale 3", "chat hi",
     "upgrade", "up --config /nope", "bench report", "bench profile --repeats x", "sim --arrival bogus",
+    "advise --trace /nope --slo ttft:1",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from tercet.cli.terminal import progress, say, show_table
 from tercet.protocol import BadRequest
 from tercet.settings import key_values
 from tercet_lab import DEFAULT_PROFILE
+from tercet_lab.slo import Goodput, limits_of
 
 
 def advise(
@@ -48,17 +49,16 @@ def advise(
     - `tercet advise --trace trace.jsonl --slo ttft:2000,tpot:50`
     - `tercet advise --trace trace.jsonl --slo ttft:500 --request-rate 20 --num-prompts 2000 --max-engines 32`
     """
-    from tercet_lab.advice import HEADINGS, rows_of
-    from tercet_lab.advice import advise as advise_on
-    from tercet_lab.bench.simulated.works import Trace
-    from tercet_lab.slo import Goodput, limits_of
-
     if not trace.is_file():
         raise BadRequest(f"--trace: there is no file {trace}", "--trace")
     try:
         limits = msgspec.convert(limits_of(slo), Goodput, strict=False).slo
     except msgspec.ValidationError as error:
         raise BadRequest(f"--slo: {error}; the limits are ttft, tpot and e2el", "--slo") from error
+    from tercet_lab.advice import HEADINGS, rows_of
+    from tercet_lab.advice import advise as advise_on
+    from tercet_lab.bench.simulated.works import Trace
+
     work = Trace(trace, kind, rate=request_rate, requests=num_prompts)
     with progress("simulating fleets") as update:
         advice = advise_on(
