@@ -12,12 +12,14 @@ from statistics import median
 import msgspec
 import pytest
 
+from tercet.decisions.migration import Selection, SequenceView, balance
 from tercet.decisions.scheduling import Decision, Engines, Scheduling, SchedulingProfile
 from tercet.decisions.scheduling.filters import ByLabel
 from tercet.decisions.scheduling.profiles import MaxScorePicker
 from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.fleet.members import Counted
 from tercet.fleet.picking import MOST_COMPARED
+from tercet.fleet.policy_views import loaded_engines, observed_engines
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, Fleet, Request, Role, RoleUnavailable
 from tests.unit.decisions.scheduling.builders import loaded, request_of
@@ -378,6 +380,21 @@ def test_clients_are_placed_as_if_nothing_ran_in_the_background(plan: Scheduling
             each.end()
     for each in fleet.members:
         assert (each.in_flight, each.in_flight_tokens, each.background, each.background_tokens) == (0, 0, 0, 0)
+
+
+def test_no_client_moves_to_where_the_background_takes_the_room(plan: Scheduling) -> None:
+    fleet = fleet_of(plan, member("a"), member("b"))
+    fleet.report("a", EngineLoad(waiting=0, running=2, kv_usage=0.5))
+    fleet.report("b", EngineLoad(waiting=0, running=1, kv_usage=0.95))
+    batch = Counted(fleet.member("b"), msgspec.structs.replace(prompt(1), background=True))
+    assert [each.kv_usage for each in observed_engines(fleet)] == [0.5, 0.0]  # for roles and plans, "b" is empty
+    client = SequenceView("client", 100, share=0.2, running=True, age=1.0)
+    engines = loaded_engines(fleet, {"a": [client]}, (), 1.0)
+    assert [each.load for each in engines] == [0.5, 0.95]
+    assert not list(balance(engines, ("both",), 0.1, Selection(), "balance"))
+    engines[1].load = 0.0  # its KV is free: now there is room
+    assert [each.destination for each in balance(engines, ("both",), 0.1, Selection(), "balance")] == ["b"]
+    batch.end()
 
 
 def test_counts_of_a_member_are_what_scorers_see(plan: Scheduling) -> None:
