@@ -185,7 +185,7 @@ class ProgramFailed(TercetError, status=500):
 
 
 class RouterFailed(TercetError, status=500):
-    """The router failed while it served the request, because of a bug; its log has the traceback."""
+    """The router failed while it served the request, because of a bug or of its disk; its log says how."""
 
 
 class TransferFailed(TercetError, status=502):

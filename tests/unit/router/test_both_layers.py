@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -17,6 +18,7 @@ from openai import AsyncOpenAI
 from tercet.decisions.sessions import session_named
 from tercet.fleet import RunningSequence
 from tercet.protocol import BadRequest, EngineLoad, Request
+from tercet.router.batches.batch_files import BatchFiles
 from tests.longest_wait import LONGEST_WAIT_S, until
 
 from .houses import BODY, LENGTH, MESSAGES, PROMPT, House, built_house, mended
@@ -455,6 +457,19 @@ async def test_a_batch_that_cannot_be(house: House, fields: dict[str, Any], para
         assert 400 <= answer.status_code < 500
         assert param in error_of(answer)["message"]
         assert (await client.delete(f"/v1/files/{file['id']}")).status_code == 200
+
+
+async def test_a_full_disk_is_named(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/some/path")
+
+    monkeypatch.setattr(BatchFiles, "add_file", full)
+    async with house.client() as client:
+        answer = await client.post("/v1/files", files={"purpose": (None, "batch"), "file": ("in.jsonl", b"x")})
+    assert answer.status_code == 500
+    assert error_of(answer)["code"] == "router_failed"
+    assert "No space left on device" in error_of(answer)["message"]
+    assert "/some/path" not in error_of(answer)["message"]
 
 
 async def test_a_file_that_cannot_be(house: House) -> None:

@@ -9,16 +9,23 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from uvicorn.server import ServerState
 
 from tercet.aio import incoming
 from tercet.aio.incoming import LONGEST_HEAD
 from tercet.wire.serving.client_connection import StreamingProtocol
+from tercet.wire.serving.http_server import error_handlers, unless_disconnected
 from tercet_gateway.proxied_calls import ClientCall, HttpServer, application
 from tests.longest_wait import LONGEST_WAIT_S, until
+from tests.servers import served_asgi
 
 SOON = 0.1
 HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 10\r\n\r\n"
@@ -209,3 +216,28 @@ async def test_long_bodies_after_short_heads_are_served_and_connections_go_on(se
         async with asyncio.timeout(LONGEST_WAIT_S):
             await reader.readuntil(b"\r\n\r\nok")
     assert served.bodies == [*[len(body)] * 6, 0]
+
+
+async def test_a_caller_that_leaves_ends_its_work_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    began, given_back = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            began.set()
+            await asyncio.sleep(LONGEST_WAIT_S)
+        finally:
+            await asyncio.sleep(SOON)
+            given_back.set()
+
+    async def answer(request: Request) -> Response:
+        await unless_disconnected(request, work())
+        return Response()
+
+    app = Starlette(routes=[Route("/", answer)], exception_handlers=error_handlers(None))
+    async with served_asgi(app, http=StreamingProtocol, log_config=None) as url:
+        _, writer = await asyncio.open_connection("127.0.0.1", urlsplit(url).port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
+        await began.wait()
+        writer.close()
+        await asyncio.wait_for(given_back.wait(), LONGEST_WAIT_S)
+    assert not [each for each in caplog.records if each.name.startswith("uvicorn")]

@@ -9,6 +9,7 @@ routes for adapters act on the whole fleet here.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 import uuid
@@ -26,7 +27,7 @@ from tercet.fleet import EngineFleet, FleetView, Member
 from tercet.fleet.adapters import has
 from tercet.fleet.policy_views import SeenRequests, observed_engines
 from tercet.programs import migrate_context
-from tercet.protocol import BadRequest, Forbidden, Role, TercetError, UnknownSequence
+from tercet.protocol import BadRequest, Forbidden, Role, RouterFailed, TercetError, UnknownSequence
 from tercet.protocol.content import MultiModalFeatures
 from tercet.protocol.engine import ReportsLeases
 from tercet.protocol.headers import BEHIND_HEADER
@@ -58,6 +59,7 @@ from tercet.wire.callers import require_digest
 from tercet.wire.serving.http_server import error_response, json_response
 from tercet.wire.serving.server_access import ADMITTED, PROVED
 
+logger = logging.getLogger("tercet.router")
 MOST_DIGITS = 18  # of a number in a query; Python refuses to read thousands of them
 
 
@@ -78,6 +80,11 @@ class TercetRoute(APIRoute):
                 return await handle(request)
             except TercetError as error:
                 return error_response(error, None)
+            except OSError as error:  # such as a full disk
+                logger.error("%s %s failed: %s", request.method, request.url.path, error)
+                why = error.strerror or type(error).__name__
+                failed = RouterFailed(f"the router failed while it served this request: {why}; its log says where")
+                return error_response(failed, None)
 
         return answer
 

@@ -131,13 +131,16 @@ def error_handlers(callers: Callers | None) -> dict[Any, ExceptionHandler]:
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work``; cancel it if the client disconnects, so that it releases its resources."""
+    """Run ``work``; if the client disconnects, cancel it, so that it releases its resources: ``ClientDisconnect``."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(until_left(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
+            await asyncio.wait({task})
+            if task.cancelled():  # uvicorn would log a CancelledError with its traceback
+                raise ClientDisconnect
         return await task
     finally:
         gone.cancel()
