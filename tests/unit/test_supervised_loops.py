@@ -231,6 +231,37 @@ async def test_kv_events_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
         await publisher.close()
 
 
+async def test_a_publisher_is_subscribed_to_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "RETRY_DELAY_S", SOON_S)
+    publisher = Publisher()
+
+    @asynccontextmanager
+    async def started() -> AsyncGenerator[Works]:
+        knowledge, times = known(), itertools.count(1)
+        forgotten, forget = [0], knowledge.cleared
+
+        def cleared(name: str) -> None:
+            forgotten[0] = next(times)
+            forget(name)
+
+        async def works() -> None:
+            before = forgotten[0]
+            while forgotten[0] == before:
+                publisher.quietly(stored(0))  # lost on its way, so the next one makes a replay necessary
+                await publisher.publish(stored(0))
+                await publisher._live.send_multipart([b"", b"not a number"])  # pyright: ignore[reportPrivateUsage]
+                await asyncio.sleep(SOON_S)
+            await until(lambda: cached(knowledge) == 1)
+
+        monkeypatch.setattr(knowledge, "cleared", cleared)
+        engine = PublishingEngine(publisher.address)
+        async with cache_followed("e", "http://127.0.0.1:1", cast(Any, engine), knowledge, engine.anew):
+            yield works
+
+    await with_an_error_at_each_await("fleet/kv_events.py:_follow", started)
+    await publisher.close()
+
+
 async def test_a_collection_is_watched() -> None:
     waits = Waits(first_pause_s=SOON_S, longest_pause_s=SOON_S)
     async with api_server() as server:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -19,7 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tercet.aio.tasks import keep_running
+from tercet.aio.tasks import TaskSet
 from tercet.decisions.scheduling.plugin import DEVICE, TIER_WEIGHTS
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.protocol import Engine, KVEvents, TercetError
@@ -30,7 +30,7 @@ from tercet.transport.sockets import bounded
 
 logger = logging.getLogger("tercet.fleet")
 RETRY_DELAY_S, ASK_SETTLED_SECONDS = 5.0, 60.0
-"""Seconds between polls for an engine's publisher address: before the engine has answered, and after that."""
+"""Seconds before the next poll of an engine that does not answer, or the next subscription, and between other polls."""
 REPLAY_SECONDS = 5.0
 # The queue length of vLLM's publisher for a slow subscriber. Beyond it batches are lost and must be replayed.
 MOST_UNREAD = 100_000
@@ -54,14 +54,12 @@ async def cache_followed(
     name: str, url: str, engine: Engine, knowledge: FleetKnowledge, restarted: asyncio.Event
 ) -> AsyncGenerator[None]:
     """Run :func:`follow_cache` while entered."""
-    following = asyncio.create_task(
-        keep_running(partial(follow_cache, name, url, engine, knowledge, restarted), f"KV events of {name}")
-    )
+    tasks = TaskSet()
+    tasks.keep(partial(follow_cache, name, url, engine, knowledge, restarted), f"KV events of {name}")
     try:
         yield
     finally:
-        following.cancel()
-        await asyncio.wait({following})
+        await tasks.close()
 
 
 async def follow_cache(
@@ -72,26 +70,27 @@ async def follow_cache(
     The publisher's address is part of the engine's status, which is polled: the address changes with a restart.
     ``restarted`` is set when another incarnation of the engine is met.
     """
-    restarted = restarted or asyncio.Event()
-    following: asyncio.Task[None] | None = None
-    current: KVEvents | None = None
+    restarted, current, following = restarted or asyncio.Event(), None, TaskSet()
     try:
         while True:
             restarted.clear()
-            try:
-                found, settled = (await engine.status()).kv_events, True
-            except TercetError:  # it may be back soon with its cache; numbers that restart show a lost cache
-                found, settled = current, False
-            # Another address is another publisher, whose blocks and numbers have nothing to do with the last one's.
-            if found != current or (following is not None and following.done()):
-                await _end(following)
-                current, following = found, None
-                knowledge.cleared(name)
-                if found is not None:
-                    following = asyncio.create_task(_follow(at(found, url), KVInbox(name, knowledge)))
-            await _wait(restarted, ASK_SETTLED_SECONDS if settled else RETRY_DELAY_S, following)
+            seconds = RETRY_DELAY_S
+            # Without an answer, go on: it may be back soon with its cache; numbers that restart show a lost cache.
+            with suppress(TercetError):
+                found, seconds = (await engine.status()).kv_events, ASK_SETTLED_SECONDS
+                # Another address is another publisher, whose blocks and numbers have nothing to do with the last one's.
+                if found != current:
+                    await following.close()
+                    current = found
+                    knowledge.cleared(name)
+                    if found is not None:
+                        work = partial(_follow, at(found, url), name, knowledge)
+                        following.keep(work, f"subscription to {name}")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await restarted.wait()
     finally:
-        await _end(following)
+        await following.close()
 
 
 def at(events: KVEvents, url: str) -> KVEvents:
@@ -107,43 +106,32 @@ def at(events: KVEvents, url: str) -> KVEvents:
     return msgspec.structs.replace(events, endpoint=reached(events.endpoint), replay=replay)
 
 
-async def _wait(restarted: asyncio.Event, seconds: float, following: asyncio.Task[None] | None) -> None:
-    """Wait ``seconds`` until the next poll; less if the engine was restarted or following its events has failed."""
-    waits = asyncio.create_task(restarted.wait())
-    try:
-        await asyncio.wait({waits, following or waits}, timeout=seconds, return_when="FIRST_COMPLETED")
-    finally:
-        waits.cancel()
-    if following is not None and following.done():
+async def _follow(events: KVEvents, name: str, knowledge: FleetKnowledge) -> None:
+    """Apply the events of one publisher until cancelled; after an unreadable one, forget all and subscribe again."""
+    while True:
+        # Of an earlier subscription removals may have been missed, and it may have failed by any error.
+        knowledge.cleared(name)
+        inbox = KVInbox(name, knowledge)
+        with bounded(zmq.asyncio.Context.instance().socket(zmq.SUB)) as subscribing:
+            live: Any = subscribing
+            live.setsockopt(zmq.LINGER, 0)
+            # A bound: a busy router must not keep the events of hours in memory.
+            live.setsockopt(zmq.RCVHWM, MOST_UNREAD)
+            live.setsockopt(zmq.IPV6, 1)
+            live.setsockopt(zmq.SUBSCRIBE, events.topic.encode())
+            live.connect(events.endpoint)
+            try:
+                # After the subscription has begun, so that no batch is between the two; a batch that is in both counts
+                # once.
+                await _replay(events, inbox)  # blocks that were stored before this subscription
+                while True:
+                    number, payload = _numbered(await live.recv_multipart())
+                    if inbox.take(number, payload):
+                        await _replay(events, inbox)
+                        inbox.take_replayed(number, payload)
+            except (ValueError, zmq.ZMQError, *UNREADABLE) as error:
+                logger.warning("KV events from %s: %s; subscribing again", events.endpoint, error)
         await asyncio.sleep(RETRY_DELAY_S)
-
-
-async def _end(task: asyncio.Task[None] | None) -> None:
-    if task is not None:
-        task.cancel()
-        await asyncio.wait({task})
-
-
-async def _follow(events: KVEvents, inbox: KVInbox) -> None:
-    with bounded(zmq.asyncio.Context.instance().socket(zmq.SUB)) as subscribing:
-        live: Any = subscribing
-        live.setsockopt(zmq.LINGER, 0)
-        # A bound: a busy router must not keep the events of hours in memory.
-        live.setsockopt(zmq.RCVHWM, MOST_UNREAD)
-        live.setsockopt(zmq.IPV6, 1)
-        live.setsockopt(zmq.SUBSCRIBE, events.topic.encode())
-        live.connect(events.endpoint)
-        try:
-            # After the subscription has begun, so that no batch is between the two; a batch that is in both counts
-            # once.
-            await _replay(events, inbox)  # blocks that were stored before this subscription
-            while True:
-                number, payload = _numbered(await live.recv_multipart())
-                if inbox.take(number, payload):
-                    await _replay(events, inbox)
-                    inbox.take_replayed(number, payload)
-        except (ValueError, zmq.ZMQError, *UNREADABLE) as error:
-            logger.warning("KV events from %s: %s; subscribing again", events.endpoint, error)
 
 
 async def _replay(events: KVEvents, inbox: KVInbox) -> None:

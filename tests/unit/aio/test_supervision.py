@@ -31,7 +31,7 @@ ENDLESS = {
     "fleet/discovery.py:RosterFile.changes": "its reader, follow_found, is run again",
     "fleet/kubernetes_api.py:Watch.run": KEPT,
     "fleet/kv_events.py:follow_cache": KEPT,
-    "fleet/kv_events.py:_follow": "follow_cache starts another one when it has ended",
+    "fleet/kv_events.py:_follow": KEPT,
     "fleet/membership.py:Membership.watch": KEPT,
     "tercet_planner/live_planner.py:LivePlanner._look_on": KEPT,
     "router/state/fleet_adapters.py:AdapterLoader.run": KEPT,
