@@ -151,15 +151,22 @@ def log_directory(chosen: str | None) -> Path:
         place = cache_root() / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     else:
         place = Path(chosen).expanduser().absolute()
+    with usable_directory(place, "log-dir"):
+        if place.parent == cache_root() / "logs":
+            _hold(place)
+    return place
+
+
+@contextmanager
+def usable_directory(place: Path, setting: str) -> Generator[None]:
+    """Create a directory; if that or the block fails, raise ``BadRequest``, which names the ``setting``."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         if not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(None, "the directory is not writable")
-        if place.parent == cache_root() / "logs":
-            _hold(place)
+        yield
     except OSError as error:
-        raise BadRequest(f"--log-dir: {place} cannot be used: {error.strerror}", "log-dir") from error
-    return place
+        raise BadRequest(f"--{setting}: {place} cannot be used: {error.strerror}", setting) from error
 
 
 def remove_old(logs: Path) -> None:

@@ -24,7 +24,7 @@ from tercet.cluster.child_process import (
     describe_exit,
     warm_parent,
 )
-from tercet.cluster.detached_fleets import log_directory
+from tercet.cluster.detached_fleets import log_directory, usable_directory
 from tercet.cluster.devices import Device, devices_for_engines, pick_devices
 from tercet.cluster.engine_command import (
     EngineSpec,
@@ -88,6 +88,9 @@ async def local_fleet(
     if (slow := shared_cores(specs)) is not None:
         on_event("note", slow)
     log_dir = log_directory(config.log_dir)
+    if config.batches.directory is not None:
+        with usable_directory(Path(config.batches.directory).expanduser(), "batches"):
+            pass  # the router makes its files there
     # The warm parent of these engines: the one in a variable, or a new one; None if no engine can use it. Engines with
     # the same number of cores as the first one use it; others import vLLM themselves. Simulated engines alone get no
     # new one, since they do not import vLLM.

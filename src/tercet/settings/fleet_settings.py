@@ -48,7 +48,7 @@ class ObjectiveClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.ttft is None and self.tpot is None:
-            raise BadRequest(f"objective-class: {self.name} has neither ttft nor tpot; give it one", "objective-class")
+            raise BadRequest(f"{self.name} has neither ttft nor tpot; give it one", "objective-class")
 
 
 def class_fields(given: Any, _index: int) -> Any:

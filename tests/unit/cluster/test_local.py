@@ -24,6 +24,7 @@ from tercet.cluster.running_fleet import RunningFleet, read_events
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.settings import EngineAddress
+from tercet.settings.fleet_settings import BatchSettings
 from tests.longest_wait import LONGEST_WAIT_S, until
 
 pytestmark = pytest.mark.processes
@@ -398,6 +399,17 @@ async def test_a_log_directory_that_cannot_be_used_is_named(directory: str) -> N
     with pytest.raises(BadRequest, match="--log-dir"):
         async with local_fleet(UpConfig(port=0, log_dir=directory), "m", lambda *_: None):
             pytest.fail("it should not have started")
+
+
+@pytest.mark.parametrize("directory", ["/proc/nowhere", "/dev/null/batches"])
+async def test_a_directory_of_batches_that_cannot_be_used_is_named_before_an_engine_starts(
+    directory: str, tmp_path: Path
+) -> None:
+    config = UpConfig(port=0, log_dir=str(tmp_path), batches=BatchSettings(directory=directory))
+    with pytest.raises(BadRequest, match=f"--batches: {directory} cannot be used"):
+        async with local_fleet(config, "m", lambda *_: None):
+            pytest.fail("it should not have started")
+    assert not list(tmp_path.glob("*.log"))
 
 
 @pytest.mark.parametrize(

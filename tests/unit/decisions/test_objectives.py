@@ -128,7 +128,7 @@ def test_without_objectives_of_its_own_a_request_counts_nowhere() -> None:
 @pytest.mark.parametrize(
     ("classes", "said"),
     [
-        (["a"], "a has neither ttft nor tpot"),
+        (["a"], "^objective-class: a has neither ttft nor tpot"),
         (["a,ttft=1", "a,tpot=1"], "different name"),
         (["default,ttft=1"], "different name"),
         (["a,ttft=soon"], "ttft"),
