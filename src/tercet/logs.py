@@ -152,10 +152,8 @@ class JsonLines(logging.Formatter):
             line |= {"trace_id": span.trace_id, "span_id": span.span_id}
         try:
             return msgspec.json.encode(line, enc_hook=str).decode()
-        except (
-            UnicodeEncodeError,
-            OverflowError,
-        ):  # text that is not Unicode, such as a file's name in another encoding
+        # Text that is not Unicode, such as a file's name in another encoding.
+        except (UnicodeEncodeError, OverflowError):
             return json.dumps(line, default=str)
 
 

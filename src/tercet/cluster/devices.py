@@ -334,6 +334,5 @@ def _share(device: Device, engines: int, given: float | None) -> float | None:
             "there (nvidia-smi)",
             "prefill",
         )
-    return (
-        math.floor(1000 * usable / engines / device.memory) / 1000
-    )  # the smallest share of a large device is below 1%
+    # Thousandths: the smallest share of a large device is below 1%.
+    return math.floor(1000 * usable / engines / device.memory) / 1000

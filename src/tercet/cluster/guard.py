@@ -251,9 +251,7 @@ def _watch_this_process(grace: float) -> int:
     if os.fork():  # the command must be the only child
         os._exit(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # the guard forwards them to the group, and this process ends with the guard
+        signal.signal(number, signal.SIG_IGN)  # the guard forwards them to the group; this process ends with the guard
     # One byte is a normal end. The end of the pipe without one is that of a guard that was killed.
     if os.read(watched, 1):
         os._exit(0)

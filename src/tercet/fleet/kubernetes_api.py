@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any, Generic, TypeVar
@@ -29,7 +30,7 @@ import msgspec
 import yaml
 
 from tercet import logs
-from tercet.aio.files import read_named
+from tercet.aio.files import read_named, stamp_of
 from tercet.aio.tasks import Failures
 from tercet.protocol import BadRequest
 from tercet.protocol.names import bracketed
@@ -63,25 +64,14 @@ def in_cluster(directory: Path = SERVICE_ACCOUNT, environment: Mapping[str, str]
             "kubeconfig",
         )
     own = namespace.read_text().strip() if namespace.is_file() else "default"
-    return ApiAccess(f"https://{bracketed(host)}:{port}", own, lambda: token.read_text().strip(), _TrustedBy(ca))
+    url, tls = f"https://{bracketed(host)}:{port}", lambda: _trusting(ca, stamp_of(ca))
+    return ApiAccess(url, own, lambda: token.read_text().strip(), tls)
 
 
-class _TrustedBy:
-    """TLS context for the file of a CA, created again when the file changes."""
-
-    def __init__(self, ca: Path) -> None:
-        self._ca = ca
-        self._made_of: object = None
-        self._context: ssl.SSLContext | None = None
-
-    def __call__(self) -> ssl.SSLContext | None:
-        stamp = self._ca.stat()
-        made_of = stamp.st_mtime_ns, stamp.st_ino, stamp.st_size
-        # Kubernetes renews the certificate in place; a context is expensive, so it is kept until then.
-        if self._context is None or made_of != self._made_of:
-            self._context = ssl.create_default_context(cafile=str(self._ca))
-            self._made_of = made_of
-        return self._context
+@lru_cache(maxsize=1)
+def _trusting(ca: Path, _stamp: object) -> ssl.SSLContext:
+    """Return a TLS context, which is expensive, for a CA's file; Kubernetes renews it in place, with another stamp."""
+    return ssl.create_default_context(cafile=str(ca))
 
 
 # ---- kubeconfig ------------------------------------------------------------------------------------------------
