@@ -89,7 +89,7 @@ async def local_fleet(
         on_event("note", slow)
     log_dir = log_directory(config.log_dir)
     if config.batches.directory is not None:
-        with usable_directory(Path(config.batches.directory).expanduser(), "batches"):
+        with usable_directory(Path(config.batches.directory).expanduser(), "batches"):  # noqa: ASYNC240 - at start
             pass  # the router makes its files there
     # The warm parent of these engines: the one in a variable, or a new one; None if no engine can use it. Engines with
     # the same number of cores as the first one use it; others import vLLM themselves. Simulated engines alone get no
