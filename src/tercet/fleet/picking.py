@@ -292,12 +292,10 @@ class Picking(Generic[ViewT]):
         anywhere = on_device
         if any(view.role == STORE for view in views):
             anywhere = np.maximum(on_device, self._longest(request, self.knowledge.on_any_tier))
-        rows = self.knowledge.rows([view.name for view in views]).tolist()
-        found = {
-            view.name: int((anywhere if view.role == STORE else on_device)[row])
-            for view, row in zip(views, rows, strict=True)
-        }
-        return {name: tokens for name, tokens in found.items() if tokens}
+        rows = self.knowledge.rows([view.name for view in views])
+        counts = zip(views, on_device[rows].tolist(), anywhere[rows].tolist(), strict=True)
+        found = ((view.name, in_all if view.role == STORE else own) for view, own, in_all in counts)
+        return {name: tokens for name, tokens in found if tokens}
 
     def _longest(self, request: Request, indexes: Mapping[int, Holders]) -> Integers:
         found = np.zeros(self.knowledge.loads.size, dtype=np.int64)

@@ -300,8 +300,8 @@ class Costs:
         now = self.clock()
         wanted = RouteRequest(request.num_tokens, self.model.output_of(self.known_length(request)), targets)
         if len(names) > CLOSEST:  # a full estimate of those with the least work, or with most of the prompt
-            idlest = heapq.nsmallest(CLOSEST, names, key=lambda name: self.work(name).backlog)
-            holders = heapq.nlargest(CLOSEST // 2, matched, key=matched.__getitem__)
+            works, holders = self._works, heapq.nlargest(CLOSEST // 2, matched, key=matched.__getitem__)
+            idlest = heapq.nsmallest(CLOSEST, names, key=lambda name: (works.get(name) or self.work(name)).backlog)
             names = list(dict.fromkeys((*idlest, *holders)))
         candidates = [RouteCandidate(name, self.work(name), self.model, now, matched.get(name, 0)) for name in names]
         kept: Mapping[str, int] = stored or {}
