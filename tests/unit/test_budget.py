@@ -46,7 +46,7 @@ BUDGET = {
     "tercet_bench": Size(3067, 11),
     "tercet_checks": Size(4676, 16),
     "tercet_gateway": Size(5880, 21),
-    "tercet_lab": Size(12988, 52),
+    "tercet_lab": Size(12990, 52),
     "tercet_planner": Size(2163, 10),
     "tercet_ray": Size(1284, 8),
     "transport": Size(6793, 22),

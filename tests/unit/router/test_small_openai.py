@@ -71,6 +71,20 @@ async def test_a_chat_as_a_stream(client: httpx.AsyncClient) -> None:
     assert usage["usage"]["completion_tokens"] <= CHAT_MAX_TOKENS
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("allowed_token_ids", [1]), ("bad_words", ["w1"]), ("truncate_prompt_tokens", 1), ("logit_bias", {"1": 1}),
+     ("chat_template", "x"), ("documents", [{}]), ("continue_final_message", True), ("mm_processor_kwargs", {"a": 1})],
+)  # fmt: skip
+async def test_a_field_that_would_change_the_answer_is_refused(
+    field: str, value: Any, client: httpx.AsyncClient
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "w1"}], "max_tokens": 1}
+    assert (await client.post("/v1/chat/completions", json=asked)).status_code == 200
+    answer = await client.post("/v1/chat/completions", json={**asked, field: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
 async def test_token_ids_models_and_the_admin_routes(client: httpx.AsyncClient) -> None:
     assert (await client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 1})).status_code == 200
     assert (await client.post("/tokenize", json={"prompt": "w1 w2"})).json()["tokens"] == [2, 3]

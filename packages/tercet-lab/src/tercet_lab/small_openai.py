@@ -60,7 +60,9 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,),
     "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "response_format": (),
     "structured_outputs": (), "guided_json": (), "stop": ("", []), "stop_token_ids": ([],), "prompt_embeds": (),
-    "logit_bias": ({},), "use_beam_search": (False,),
+    "logit_bias": ({},), "use_beam_search": (False,), "allowed_token_ids": (), "bad_words": ([],),
+    "truncate_prompt_tokens": (), "chat_template": (), "documents": ([],), "continue_final_message": (False,),
+    "return_tokens_as_token_ids": (False,), "mm_processor_kwargs": ({},),
 }  # fmt: skip
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
