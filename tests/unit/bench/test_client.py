@@ -1,16 +1,27 @@
-"""The client against a server on a socket: every way in which an answer can end becomes a record."""
+"""The client of ``tercet bench``: streams as they are framed, answers of targets, and failures that become records."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tercet_bench.openai_client import COMPLETIONS, Client, Clock, PreparedCall, body_of
+from tercet.protocol import BadRequest, EngineUnreachable
+from tercet_bench.experiment import between, prefix_counts, words
+from tercet_bench.openai_client import COMPLETIONS, Client, Clock, PreparedCall, Reading, StreamFailed, body_of
+from tercet_bench.traffic import ask_target, require_programs
 from tercet_lab.tables import RequestRow, Requests
+from tests.servers import served
 from tests.unit.bench.openai_server import MODEL, FakeServer
 
 
@@ -134,3 +145,250 @@ async def test_whatever_an_error_says_is_a_record(server: FakeServer, body: byte
     found = await ask(server.url, status=500, body=body.hex())
     assert (found.failure, found.status) == ("http", 500)
     assert msgspec.json.decode(msgspec.json.encode(found), type=RequestRow) == found
+
+
+DONE = b"data: [DONE]\n\n"
+USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
+
+
+def event(fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def text(said: str, finish: str | None = None, **more: Any) -> bytes:
+    return event({"choices": [{"text": said, "finish_reason": finish, **more}]})
+
+
+def read(*pieces: bytes) -> Reading:
+    """The pieces arrive at 1, 2, 3, ... seconds."""
+    reader = Reading()
+    for at, piece in enumerate(pieces, start=1):
+        reader.feed(piece, float(at))
+    return reader.end()
+
+
+def failure_of(*pieces: bytes) -> str:
+    with pytest.raises(StreamFailed) as caught:
+        read(*pieces)
+    return caught.value.failure
+
+
+def test_completion() -> None:
+    found = read(text("a"), text("b"), text("c", "length"), event(USAGE), DONE)
+    assert (found.times, found.output_tokens, found.usage.prompt_tokens) == ([1.0, 2.0, 3.0], 3, 7)
+    assert (found.finish_reason, "".join(found.text)) == ("length", "abc")
+
+
+def test_a_closing_event_that_says_nothing_is_no_token_when_the_count_shows_it() -> None:
+    counted = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}
+    assert read(text("a"), text("b"), text("", "stop"), event(counted), DONE).times == [1.0, 2.0]
+
+
+def test_a_last_token_without_text_is_a_token_when_the_count_shows_it() -> None:
+    assert read(text("a"), text("b"), text("", "length"), event(USAGE), DONE).times == [1.0, 2.0, 3.0]
+
+
+def test_several_tokens_in_one_event() -> None:
+    found = read(text("ab", token_ids=[4, 5]), text("c", "length", token_ids=[6]), DONE)
+    assert (found.counts, found.token_ids, found.output_tokens) == ([2, 1], [4, 5, 6], 3)
+    assert found.times == [1.0, 2.0]
+
+
+def test_events_that_came_in_one_read_have_one_time() -> None:
+    assert read(text("a"), text("b") + text("c", "length") + DONE).times == [1.0, 2.0, 2.0]
+
+
+def test_comments_and_other_fields_are_no_events() -> None:
+    assert read(b": ping\n\n", b"event: x\nid: 3\n" + text("a", "stop"), DONE).times == [2.0]
+
+
+def test_lines_may_end_as_in_http_and_need_no_space() -> None:
+    assert read(text("a", "stop").replace(b"\n", b"\r\n").replace(b"data: ", b"data:"), DONE).text == ["a"]
+
+
+@given(st.lists(st.integers(0, 400)), st.booleans())
+def test_it_does_not_matter_where_the_stream_is_cut(cuts: list[int], crlf: bool) -> None:
+    whole = text("a") + text("wörter\n") + text("c", "length") + event(USAGE) + DONE
+    whole = whole.replace(b"\n", b"\r\n") if crlf else whole
+    places = [0, *sorted(cut for cut in cuts if cut < len(whole)), len(whole)]
+    found = read(*(whole[begin:end] for begin, end in pairwise(places)))
+    assert (found.text, found.output_tokens, len(found.times)) == (["a", "wörter\n", "c"], 3, 3)
+
+
+def test_what_is_no_answer() -> None:
+    assert failure_of(text("a")) == "disconnected"
+    assert failure_of() == "disconnected"
+    assert failure_of(text("", "stop"), DONE) == "empty"
+    assert failure_of(DONE) == "empty"
+    assert failure_of(b"data: {nonsense\n\n") == "protocol"
+    assert failure_of(text("a"), event({"error": {"message": "no blocks left"}})) == "server"
+
+
+def test_an_end_without_done_is_fine_when_the_answer_was_finished() -> None:
+    assert read(text("a", "stop")).times == [1.0]
+
+
+def test_the_servers_words_are_kept() -> None:
+    reader = Reading()
+    with pytest.raises(StreamFailed, match="no blocks left"):
+        reader.feed(event({"error": {"message": "no blocks left", "code": 500}}), 0.0)
+
+
+def test_nothing_counts_after_done() -> None:
+    assert read(text("a", "stop"), DONE, text("b")).text == ["a"]
+
+
+BYTES = b'data: {"choices": [{"text": "\xff\xfe", "finish_reason": null}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        BYTES,
+        b'data: {"id": "\xc3(", "choices": []}\n\n',
+        b"data: \xff\n\n",
+        b'data: {"nobody reads": %b, "choices": []}\n\n' % DEEP,
+        b'data: {"error": %b}\n\n' % DEEP,
+        b'data: {"choices": [{"logprobs": %b}]}\n\n' % DEEP,
+        b'data: {"choices": [{"text": "\\ud83d"}]}\n\n',
+        b'data: {"choices": [], "usage": {"completion_tokens": -1}}\n\n',
+        b'data: {"choices": [], "usage": {"prompt_tokens": 1%b}}\n\n' % (b"0" * 30),
+        b'data: {"choices": [{"text": "a", "token_ids": [-1]}]}\n\n',
+        b'data: {"choices": [{"text": "a", "token_ids": [1%b]}]}\n\n' % (b"0" * 30),
+        b'data: {"choices": {}}\n\n',
+        b"data: 7\n\n",
+    ],
+    ids=lambda event: event[:60].decode(errors="replace"),
+)
+def test_an_event_that_cannot_be_read_is_a_failure_of_its_answer(event: bytes) -> None:
+    assert failure_of(text("a"), event, text("b", "stop"), DONE) == "protocol"
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_the_server_broke_off_has_failed(reason: str) -> None:
+    assert failure_of(text("a"), text("b", reason), event(USAGE), DONE) == "server"
+    assert failure_of(text("a"), text("", reason)) == "server"
+    second = {"choices": [{"text": "a"}, {"index": 1, "text": "b", "finish_reason": reason}]}
+    assert failure_of(event(second), text("c", "stop"), DONE) == "server"
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "tool_calls", "content_filter", "repetition"])
+def test_other_ends_are_ends(reason: str) -> None:
+    assert read(text("a"), text("b", reason), DONE).finish_reason == reason
+
+
+MODELS = b'{"data": [{"id": "m", "max_model_len": 10}]}'
+ODD = {
+    "nested": b"[" * 5000 + b"]" * 5000,
+    "nested, but not too deeply to be read": b"[" * 200 + b"]" * 200,
+    "bytes": b'{"version": "\xff"}',
+    "half a character": b'{"version": "\\ud83d"}',
+    "no number": b'{"version": NaN}',
+    "a list": b"[1, 2]",
+    "nothing": b"",
+}
+
+
+@asynccontextmanager
+async def serving(answers: Mapping[str, bytes], status: int = 200) -> AsyncGenerator[str]:
+    """Answers each path with these bytes, others with 404."""
+
+    async def answer(http: web.Request) -> web.Response:
+        found = answers.get(http.path)
+        return web.Response(status=404) if found is None else web.Response(body=found, status=status)
+
+    app = web.Application()
+    app.add_routes([web.get("/{path:.*}", answer)])
+    async with served(app) as url:
+        yield url
+
+
+@pytest.mark.parametrize("path", ["/version", "/tercet/v1/engines", "/tercet/v1/program"])
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+async def test_what_it_tells_besides_can_be_written(path: str, odd: bytes) -> None:
+    async with serving({"/v1/models": MODELS, path: odd}) as url:
+        found = await ask_target(url, None, {})
+    assert found.model == "m"
+    assert msgspec.json.decode(msgspec.json.encode(found.about))["max_model_len"] == 10
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+async def test_models_that_cannot_be_read_are_no_answer(odd: bytes) -> None:
+    async with serving({"/v1/models": odd}) as url:
+        with pytest.raises(EngineUnreachable, match="does not answer as an OpenAI server"):
+            await ask_target(url, None, {})
+
+
+@pytest.mark.parametrize("odd", [*ODD.values(), b'{"error": "no"}', b'{"error": {"message": 7}}'])
+async def test_a_refusal_that_cannot_be_read_is_no_answer(odd: bytes) -> None:
+    async with serving({"/v1/models": odd}, status=400) as url:
+        with pytest.raises(EngineUnreachable, match="cannot check program"):
+            await require_programs(url, ["a"], {})
+    async with serving({"/v1/models": b'{"error": {"message": "x-tercet-program: no"}}'}, status=400) as url:
+        with pytest.raises(BadRequest, match="--program: no"):
+            await require_programs(url, ["a"], {})
+
+
+@pytest.mark.parametrize(
+    ("engines", "found"),
+    [([{"url": "x"}, {"vllm": ""}, 3], None), ([{"vllm": "b"}, {"vllm": "a"}, {"vllm": "b"}], ["a", "b"])],
+)
+async def test_versions_of_engines_are_those_that_the_router_lists(
+    engines: list[object], found: list[str] | None
+) -> None:
+    async with serving({"/v1/models": MODELS, "/tercet/v1/engines": msgspec.json.encode(engines)}) as url:
+        assert (await ask_target(url, None, {})).about.get("engine_versions") == found
+
+
+# Prefix tokens predicted and found during a run, as the target's counters say.
+
+TEXT = """# TYPE tercet_prefix_predicted_tokens counter
+tercet_prefix_predicted_tokens_total{program="a",engine="e0"} 100.0
+tercet_prefix_predicted_tokens_total{program="a",engine="e1"} 28.0
+# TYPE tercet_prefix_delivered_tokens counter
+tercet_prefix_delivered_tokens_total{program="a",engine="e0"} 64.0
+# TYPE tercet_prefix_missing_tokens counter
+tercet_prefix_missing_tokens_total{program="a",engine="e0"} 64.0
+tercet_prefix_other_tokens_total 9.0
+"""
+
+
+async def counts_of(text: str, status: int = 200) -> dict[str, int]:
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=text, status=status)
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    async with served(app) as url:
+        return await prefix_counts(f"{url}/")
+
+
+async def test_counters_are_summed_over_engines() -> None:
+    assert await counts_of(TEXT) == {"predicted": 128, "delivered": 64, "missing": 64}
+
+
+@pytest.mark.parametrize(("text", "status"), [(TEXT, 404), ("", 200), ("{{ no metrics", 200)])
+async def test_another_server_has_none(text: str, status: int) -> None:
+    assert await counts_of(text, status) == {}
+
+
+async def test_a_server_that_does_not_answer_has_none() -> None:
+    assert await prefix_counts("http://127.0.0.1:1") == {}
+
+
+def test_a_run_has_what_was_counted_during_it() -> None:
+    after = {"predicted": 128, "delivered": 64, "missing": 64}
+    assert between({}, after) == after
+    assert between({"predicted": 100, "delivered": 64, "missing": 64}, after) == {
+        "predicted": 28, "delivered": 0, "missing": 0,
+    }  # fmt: skip
+    assert between(after, after) == {}
+    assert between({"predicted": 200}, after) == {}, "the router was restarted"
+
+
+def test_a_report_says_the_share_that_was_missing() -> None:
+    said = words({"predicted": 200, "delivered": 150, "missing": 50})
+    assert said == (
+        "picks predicted 200 prefix tokens in caches, engines found 150, 50 of the predicted (25%) were missing"
+    )
+    assert "missing" not in words({"predicted": 0, "delivered": 5, "missing": 0})

@@ -1,16 +1,29 @@
-"""What the edge refuses, with the field's name."""
+"""The edge of an engine: what it refuses, by the field's name; whose reports it believes; and the line that its access
+log has of a generation that the scheduler ends.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 import pytest
+import zmq.asyncio
 
+from tercet.engine.agents import AgentReports
 from tercet.engine.edge import check_send
 from tercet.engine.interface import ModelLimits
-from tercet.protocol import BadRequest, KVAddrInfo, KVLayout, LayoutMismatch, RankAddress
+from tercet.engine.verbs import DecodingSequence
+from tercet.logs import LoggedGeneration, lines_of_request
+from tercet.protocol import BadRequest, KVAddrInfo, KVLayout, LayoutMismatch, Output, RankAddress, Usage
+from tercet.protocol.spans import Span, SpanContext, process
 from tercet.protocol.wire import RemoteSendCall
+from tercet.transport import LeaseFilled, ReceiveDone, ReceiveEnd, SendDone
+from tercet.transport.agent.agent import Reporter
+from tests.longest_wait import LONGEST_WAIT_S
+from tests.unit.transport.models import whose
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=10)
 LAYOUT = KVLayout(
@@ -110,3 +123,111 @@ def test_a_send_that_fits_is_taken() -> None:
     check()
     check(sample=True)
     check(begin=20, end=30)
+
+
+@pytest.mark.parametrize("key", [b"", b"0" * 32, b"key"])
+async def test_a_process_that_does_not_know_the_inbox_s_key_reports_nothing(key: bytes) -> None:
+    filled: list[LeaseFilled] = []
+    reports, reporter = AgentReports(1, filled.append), Reporter()
+    stranger: Any = zmq.asyncio.Context.instance().socket(zmq.PUSH)
+    stranger.connect(reports.address.partition("#")[0])
+    try:
+        with reports.sending() as sending:
+            forged = msgspec.msgpack.encode(["SendDone", SendDone(sending.send_id, 0, 666, 1)])
+            for frames in ([key, forged], [forged], [forged, key], [key, forged, forged]):
+                await stranger.send_multipart(frames)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await sending.wait()
+            assert not sending.reports
+        with reports.sending() as sending:
+            reporter.report(reports.address, LeaseFilled("f" * 32, 0, whose(16)))
+            reporter.report(reports.address, SendDone(sending.send_id, 0, 5, 1, "tcp"))
+            async with asyncio.timeout(LONGEST_WAIT_S):
+                assert (await sending.wait()).bytes == 5
+        assert filled == [LeaseFilled("f" * 32, 0, whose(16))]
+    finally:
+        reports._task.cancel()
+        reports._socket.close()
+        stranger.close(linger=0)
+        reporter.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
+async def test_agents_on_other_machines_report_to_the_address_that_they_reach(host: str) -> None:
+    reports, reporter = AgentReports(1, print, host), Reporter()
+    try:
+        with reports.sending() as sending:
+            reporter.report(reports.address, SendDone(sending.send_id, 0, 5, 1, "tcp"))
+            async with asyncio.timeout(LONGEST_WAIT_S):
+                assert (await sending.wait()).bytes == 5
+    finally:
+        reports._task.cancel()
+        reports._socket.close()
+        reporter.close()
+
+
+class Sink:
+    """Keeps what it is told, below its caller."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def enters(self, caller: SpanContext | None, name: str, attributes: Mapping[str, Any]) -> SpanContext:
+        assert caller is not None
+        return caller.child()
+
+    def take(self, spans: Iterable[Span]) -> None:
+        self.spans += spans
+
+
+SENDER = SpanContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
+
+
+async def test_a_receive_is_a_span_below_its_sender_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink, (reports, reporter) = Sink(), (AgentReports(1, print), Reporter())
+    lost = ReceiveEnd("f" * 32, SENDER.traceparent, 5, 9, 64, "transfer_failed", "gone")
+    try:
+        with reports.sending() as sending:
+            reporter.report(reports.address, ReceiveDone(0, ReceiveEnd("f" * 32, SENDER.traceparent, 3, 4, 1)))
+            reporter.report(reports.address, SendDone(sending.send_id, 0, 5, 1, "tcp"))
+            await asyncio.wait_for(sending.wait(), LONGEST_WAIT_S)  # nobody wants spans
+            monkeypatch.setattr(process, "sink", sink)
+        with reports.sending() as sending:
+            reporter.report(reports.address, ReceiveDone(0, msgspec.structs.replace(lost, traceparent="nonsense")))
+            reporter.report(reports.address, ReceiveDone(1, lost))
+            reporter.report(reports.address, SendDone(sending.send_id, 0, 5, 1, "tcp"))
+            await asyncio.wait_for(sending.wait(), LONGEST_WAIT_S)
+    finally:
+        reports._task.cancel()
+        reports._socket.close()
+        reporter.close()
+    (span,) = sink.spans
+    assert (span.name, span.parent, span.context.trace_id) == ("receive", SENDER.span_id, SENDER.trace_id)
+    assert (span.began_ns, span.ended_ns, span.error, span.reason) == (5, 9, "transfer_failed", "gone")
+    assert span.attributes == {"tercet.rank": 1, "tercet.bytes": 64}
+
+
+def test_a_generation_is_logged_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tercet.access")
+    request: Any = type("Request", (), {"num_cached": 0})()
+    with lines_of_request("mine"):
+        done, broken, left = (
+            DecodingSequence(name, 1, request, [1, 2, 3], lambda _: Usage(), lambda _: None, "small")
+            for name in ("a", "b", "c")
+        )
+    done.counted(Output((5, 6)))
+    done.counted(Output((7,), "stop"))
+    done.end()
+    done.end()
+    with pytest.raises(BadRequest), broken.ended():
+        raise BadRequest("no", "x")
+    left.counted(Output((5,)))
+    left.end()
+    found: list[dict[str, Any]] = [getattr(record, "tercet_fields") for record in caplog.records]  # noqa: B009
+    assert [(each["seq_id"], each["status"], each["prompt_tokens"], each["output_tokens"]) for each in found] == [
+        ("a", 200, 3, 3), ("b", 400, 3, 0), ("c", 0, 3, 1),
+    ]  # fmt: skip
+    assert {(each["request_id"], each["model"]) for each in found} == {("mine", "small")}
+    LoggedGeneration("d", "small", 1).over(200, 2)
+    assert caplog.messages[-1].endswith("model small, 1 + 2 tokens")

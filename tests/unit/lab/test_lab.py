@@ -1,4 +1,6 @@
-"""`import tercet.lab` for scripts and notebooks: experiments of typed parts, and their tables."""
+"""`import tercet.lab` for scripts and notebooks: experiments of typed parts and their tables; metrics that mean the
+same everywhere; and the warm-up, which MSER-5 finds.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tercet.cli import app
 from tercet.protocol import BadRequest, Fleet, Request
+from tercet_lab.bench.simulated.run_metrics import METRICS, metric_of
+from tercet_lab.bench.simulated.steady import truncation
 from tercet_lab.tables import REQUEST_COLUMNS
 
 # Type checkers see one folder of `tercet`; the other one is in the distribution tercet-lab.
@@ -264,3 +270,148 @@ def test_the_product_does_not_load_it() -> None:
     loaded = "import sys, tercet.cli; print(any(name.startswith(('tercet.lab', 'tercet_lab')) for name in sys.modules))"
     found = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+SLO = lab.Slo(ttft=0.02, tpot=0.02)
+MEASURED_WORK = lab.Poisson(rate=30, requests=120, input=lab.Lognormal(400, 300), output=16)
+
+
+def test_a_run_and_its_point_in_a_sweep_have_the_same_values() -> None:
+    run = lab.simulate("data_parallel", "both=2", MEASURED_WORK, slo=SLO)
+    grid = lab.sweep("data_parallel", "both=2", MEASURED_WORK, slo=SLO, over={"rate": [30]})
+    for name, metric in METRICS.items():
+        if name.startswith("itl"):
+            assert math.isnan(metric.value(run)), "no times of tokens were recorded"
+            with pytest.raises(BadRequest, match="a sweep keeps no times of tokens"):
+                grid.table(name)
+            continue
+        row = next(grid.table(name).rows())
+        assert row[name] == metric.value(run) == grid.estimate(0, name).mean, name
+    assert metric_of("attainment").value(run) == run.attainment < 1
+    assert metric_of("goodput").value(run) == run.goodput
+    assert metric_of("ttft.p99").value(run) == run.summary.ttft.p99
+    assert metric_of("engine_hours").value(run) == run.engine_hours
+    per_hour = run.attainment * len(run.requests) / run.engine_hours
+    assert metric_of("goodput_per_engine_hour").value(run) == pytest.approx(per_hour)
+    found = lab.max_rate("data_parallel", "both=2", MEASURED_WORK, slo=SLO, seeds=1)
+    row = next(found.table.rows())
+    assert [row[name] for name in ("attainment", "goodput", "throughput")] == [
+        metric_of(name).value(found.runs[0]) for name in ("attainment", "goodput", "throughput")
+    ]
+
+
+def test_a_figure_draws_the_value_of_the_table() -> None:
+    grid = lab.sweep("data_parallel", "both=2", MEASURED_WORK, slo=SLO, over={"rate": [30, 60]}, seeds=2)
+    for name, scale in (("attainment", 100), ("busy", 100), ("preemptions", 1), ("goodput", 1), ("moved", 1)):
+        wanted = (grid.table(name)[name] * scale).tolist()
+        line = lab.plot.goodput(grid, y=name).axes[0].get_lines()[0]
+        assert line.get_ydata().tolist() == pytest.approx(wanted), name
+        assert [bar.get_height() for bar in lab.plot.bars(grid, name).axes[0].patches] == pytest.approx(wanted)
+
+
+def test_a_failed_request_makes_latencies_infinite_and_too_few_requests_make_them_unknown() -> None:
+    work = lab.Sessions(1.0, 6, turns=3, input_len=70_000, output_len=4)
+    failed = lab.simulate("data_parallel", "both=1", work)
+    assert metric_of("ttft.mean").value(failed) == math.inf
+    few = lab.simulate("data_parallel", "both=1", lab.Poisson(10, 20))
+    assert math.isnan(metric_of("ttft.p99").value(few))
+    assert metric_of("ttft.p90").value(few) == few.summary.ttft.p90
+    measured = lab.Run(requests=few.requests)
+    assert math.isnan(metric_of("busy").value(measured))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("ttft.p98", "ttft.p9"), ("goodputt", "goodput"), ("engine-hours", "engine_hours"), ("TTFT.mean", "ttft.mean")],
+)
+def test_an_unknown_name_gets_a_suggestion_wherever_it_is_asked(
+    name: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = lab.simulate("data_parallel", "both=1", lab.Poisson(10, 20), slo=SLO)
+    grid = lab.sweep("data_parallel", "both=1", lab.Poisson(10, 20), slo=SLO, over={"rate": [10]})
+    asked: list[Any] = [
+        lambda: grid.table(name), lambda: grid.frontier(name, "goodput"), lambda: lab.plot.goodput(run, y=name),
+        lambda: lab.plot.bars(grid, name), lambda: lab.plot.pareto(run, "goodput", name),
+    ]  # fmt: skip
+    for ask in asked:
+        with pytest.raises(BadRequest, match=f"metric: '{name}' is unknown; did you mean {meant}"):
+            ask()
+    assert app._run(["sim", "--num-prompts", "20", "--over", "request-rate=4", "--x", name]) == 2
+    assert f"did you mean {meant}" in capsys.readouterr().err
+
+
+def by_definition(values: list[float]) -> int | None:
+    """MSER-5 as the paper has it: batch means, and the squared half-width of each truncated series."""
+    batches = [sum(values[at : at + 5]) / 5 for at in range(0, len(values) - len(values) % 5, 5)]
+    best, least = 0, math.inf
+    for cut in range(len(batches) - 5):
+        rest = batches[cut:]
+        mean = sum(rest) / len(rest)
+        found = sum((each - mean) ** 2 for each in rest) / len(rest) ** 2
+        if found < least * (1 - 1e-9):
+            best, least = cut, found
+    return None if best > len(batches) // 2 else 5 * best
+
+
+@given(st.lists(st.integers(0, 1_000_000), min_size=40, max_size=120, unique=True))
+def test_the_cut_is_that_of_the_definition(values: list[int]) -> None:
+    assert truncation(np.array(values, dtype=float)) == by_definition(list(map(float, values)))
+
+
+def test_a_ramp_is_cut_and_a_trend_has_no_steady_part() -> None:
+    chance = np.random.default_rng(0)
+    level = chance.normal(1.0, 0.1, 400)
+    ramp = level.copy()
+    ramp[:80] *= np.linspace(0.1, 1.0, 80)
+    assert 40 <= (truncation(ramp) or 0) <= 90
+    assert (truncation(level) or 0) < 100
+    assert truncation(np.concatenate([np.linspace(0.0, 9.0, 300), np.full(100, 9.0)])) is None
+    assert truncation(np.full(400, 2.0)) == 0
+    ramp[5:9] = np.nan
+    assert 40 <= (truncation(ramp) or 0) <= 90
+
+
+STEADY_SLO = lab.Slo(ttft=0.4)
+# Decodes of 600 tokens take about 6 s: TTFT and JCT grow until the batch is full.
+LONG_ANSWERS = lab.Poisson(rate=12, requests=600, input=400, output=600)
+
+
+def test_a_run_says_its_steady_window_and_means_leave_the_warm_up_out() -> None:
+    run = lab.simulate("data_parallel", "both=1", LONG_ANSWERS, slo=STEADY_SLO)
+    steady = run.steady
+    assert 0 < steady.left_out < 300
+    due = np.sort(run.requests["scheduled"])
+    assert steady.begin == due[steady.left_out]
+    assert steady.begin < due[-1] < steady.end
+    assert len(steady.requests) == 600 - steady.left_out
+    assert steady.summary.e2el.mean > run.summary.e2el.mean
+    said = list[str]()
+    without = lab.simulate("data_parallel", "both=1", LONG_ANSWERS, slo=STEADY_SLO, steady=True, note=said.append)
+    assert without.summary == steady.summary == without.point.summary
+    assert len(without.requests) == 600, "the table has all"
+    wanted = f"warm-up: the first {steady.left_out} of 600 requests ({steady.begin - due[0]:.1f} s) are left out"
+    assert any(wanted in line for line in said)
+
+
+def test_a_replay_keeps_all_its_requests_and_says_so() -> None:
+    run = lab.simulate("data_parallel", "both=1", LONG_ANSWERS, slo=STEADY_SLO)
+    again = lab.simulate("data_parallel", "both=1", lab.Rows(run.requests), slo=STEADY_SLO, steady=True)
+    assert again.steady.left_out == 0
+    assert again.steady.why == "all requests of a replay are kept"
+    assert again.summary.completed == 600
+    few = lab.simulate("data_parallel", "both=1", lab.Poisson(5, 50), steady=True)
+    assert few.steady.why == "all requests are kept: 50 are too few to find a warm-up"
+    at_once = lab.simulate("data_parallel", "both=1", lab.Poisson(math.inf, 200, input=50, output=3))
+    assert at_once.steady.left_out == 0
+    with pytest.raises(BadRequest, match="steady: a stream keeps no requests"):
+        lab.stream("data_parallel", "both=1", LONG_ANSWERS, steady=True)
+
+
+def test_the_command_and_files_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = lab.simulate("data_parallel", "both=1", LONG_ANSWERS, slo=STEADY_SLO, steady=True)
+    file, report = tmp_path / "run.json", tmp_path / "report.json"
+    run.save(file)
+    assert lab.load(file).summary == run.summary
+    assert app._run([*shlex.split(run.experiment.command())[1:], "--result-filename", str(report)]) == 0
+    assert f"the first {run.steady.left_out} of 600 requests" in capsys.readouterr().err
+    assert report.read_bytes() == run.experiment.report([12.0], run.experiment.name).to_json()

@@ -1,18 +1,30 @@
-"""``lab.Rows``: requests that a script gives as rows, and the replay of a run."""
+"""Requests that a script gives as rows, the replay of a run, tokens of a trace's blocks, and believed lengths of
+answers that differ from the true ones.
+"""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import shlex
+from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tercet.cli import app
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, Fleet, Request
+from tercet.protocol.content import chain
+from tercet_lab.bench.workloads.conversations import HashedWords
+from tercet_lab.bench.workloads.recorded import block_text
+from tercet_lab.block_tokens import BlockText, BlockTokens, begin_alike, part_of
 from tercet_lab.tables import REQUEST_COLUMNS
 
 lab: Any = import_module("tercet.lab")
@@ -273,3 +285,156 @@ def test_other_files_are_refused_by_name(text: str, said: str, tmp_path: Path) -
         lab.load(file)
     with pytest.raises(BadRequest, match="cannot be read"):
         lab.load(tmp_path / "none.json")
+
+
+WORDS = HashedWords(8)  # few words, so that an id has several digits, and different blocks are alike in places
+TEXTS = {size: block_text(WORDS, "seed", size, 40) for size in (3, 4, 7, 16)}
+
+
+@st.composite
+def prompts(draw: st.DrawFn, size: int | None = None) -> tuple[BlockTokens, tuple[int, ...]]:
+    """Tokens of blocks, and the same as a tuple."""
+    text = TEXTS[draw(st.sampled_from(sorted(TEXTS))) if size is None else size]
+    ids = tuple(draw(st.lists(st.integers(0, 40), min_size=1, max_size=6)))
+    end = draw(st.integers(1, len(ids) * text.size))
+    begin = draw(st.integers(0, end - 1))
+    whole = tuple(itertools.chain.from_iterable(text.tokens(each, 0, text.size) for each in ids))
+    return BlockTokens(text, ids, begin, end), whole[begin:end]
+
+
+@given(prompts(), st.slices(100), st.integers(-100, 100))
+def test_they_are_a_sequence(found: tuple[BlockTokens, tuple[int, ...]], some: slice, index: int) -> None:
+    tokens, plain = found
+    assert (len(tokens), tuple(tokens), hash(tokens), repr(tokens)) == (len(plain), plain, hash(plain), repr(plain))
+    assert tokens == plain
+    assert plain == tokens
+    assert tokens[some] == plain[some]
+    assert type(tokens[some]) is tuple
+    assert (tokens + (1,), (1,) + tokens) == ((*plain, 1), (1, *plain))  # noqa: RUF005 - what programs write
+    assert (*tokens, 1) == (*plain, 1)
+    if -len(plain) <= index < len(plain):
+        assert tokens[index] == plain[index]
+    else:
+        with pytest.raises(IndexError, match=str(index)):
+            tokens[index]
+
+
+@given(prompts(), st.data())
+def test_parts_make_no_tokens_and_are_equal(found: tuple[BlockTokens, tuple[int, ...]], data: st.DataObject) -> None:
+    tokens, plain = found
+    end = data.draw(st.integers(1, len(plain)))
+    begin = data.draw(st.integers(0, end - 1))
+    for each in (tokens, plain):
+        part = part_of(each, begin, end)
+        assert type(part) is type(each)
+        assert part == plain[begin:end]
+
+
+@given(st.sampled_from(sorted(TEXTS)), st.data())
+def test_beginnings_are_alike_if_their_tokens_are(size: int, data: st.DataObject) -> None:
+    (one, plain), (other, plainly) = data.draw(prompts(size)), data.draw(prompts(size))
+    count = data.draw(st.integers(1, min(len(plain), len(plainly))))
+    expected = plain[:count] == plainly[:count]
+    for this, that in itertools.product((one, plain), (other, plainly)):
+        assert begin_alike(this, that, count) == expected
+    assert begin_alike(one, BlockTokens(one._text, one._ids, one._begin, one._end), len(one))
+    assert (one == other) == (plain == plainly)
+
+
+@given(prompts(), st.integers(1, 20))
+def test_the_hashes_of_its_blocks_are_those_of_tuples(found: tuple[BlockTokens, tuple[int, ...]], size: int) -> None:
+    tokens, plain = found
+    for _ in range(2):
+        assert chain(7, tokens, size) == chain(7, plain, size)
+    assert chain(7, tokens, size, 1, {0: (5,)}) == chain(7, plain, size, 1, {0: (5,)})
+
+
+def test_different_ids_are_different_tokens() -> None:
+    text: BlockText = TEXTS[4]
+    assert len({text.tokens(each, 0, 4) for each in range(41)}) == 41
+
+
+WORK = lab.Poisson(rate=45, requests=500, input=64, output=lab.Lognormal(150, 400))
+
+
+def least_predicted() -> Any:
+    """Return a program that sends each request to the engine with the fewest predicted tokens to come."""
+    coming = defaultdict[str, int](int)
+
+    async def program(request: Request, fleet: Fleet):  # type: ignore[no-untyped-def]
+        tokens = int(request.headers["x-predicted-tokens"])
+        name = min((member.name for member in fleet.members), key=lambda name: (coming[name], name))
+        coming[name] += tokens
+        try:
+            with fleet.engine(name) as engine:
+                yield engine.start_generate(request)
+        finally:
+            coming[name] -= tokens
+
+    return program
+
+
+def jct(error: float, seed: int) -> float:
+    fleet = lab.Fleet(both=4, max_num_seqs=8)
+    return lab.simulate(least_predicted(), fleet, WORK, seed=seed, predict_error=error).summary.e2el.mean
+
+
+@pytest.mark.slow
+def test_the_believed_length_differs_by_a_lognormal_factor_with_this_deviation() -> None:
+    work = lab.Poisson(rate=100, requests=2_000, input=20, output=lab.Lognormal(400, 200))
+    logs = dict[float, Any]()
+    for error in (0.0, 0.5, 1.0):
+        rows = lab.simulate("data_parallel", "both=4", work, predict_error=error).requests
+        assert (rows["output_tokens"] == rows["wanted_tokens"]).all(), "answers have their true lengths"
+        logs[error] = np.log(rows["predicted_tokens"] / rows["output_tokens"])
+    assert not logs[0.0].any()
+    assert np.std(logs[0.5]) == pytest.approx(0.5, rel=0.06)
+    assert np.mean(logs[0.5]) == pytest.approx(0.0, abs=0.05)
+    assert logs[1.0] == pytest.approx(2 * logs[0.5], abs=0.2), "the same luck, scaled"
+    rows = lab.simulate("data_parallel", "both=4", lab.Poisson(10, 20)).requests
+    assert np.isnan(rows["predicted_tokens"]).all()
+
+
+@pytest.mark.slow
+def test_policies_lose_as_predictions_get_worse() -> None:
+    means = [np.mean([jct(error, seed) for seed in range(3)]) for error in (0.0, 1.0, 3.0)]
+    assert means[0] < means[1] < means[2]
+    assert means[2] > 1.05 * means[0]
+
+
+@pytest.mark.parametrize("program", ["auto", "disaggregated"])
+def test_predictions_without_error_change_nothing(program: str) -> None:
+    work = lab.Poisson(rate=20, requests=150, input=lab.Lognormal(800, 800), output=lab.Lognormal(60, 100))
+    told, plain = (
+        lab.simulate(program, "2P2D", work, **({} if error is None else {"predict_error": error})).requests
+        for error in (0.0, None)
+    )
+    told.fill("predicted_tokens", [float("nan")] * 150)
+    assert told.plain() == plain.plain()
+
+
+def test_auto_believes_the_prediction() -> None:
+    work = lab.Poisson(rate=20, requests=150, input=lab.Lognormal(800, 800), output=lab.Lognormal(60, 100))
+    right, wrong = (lab.simulate("auto", "2P2D", work, predict_error=error).requests for error in (0.0, 3.0))
+    assert right["ended"].tolist() != wrong["ended"].tolist()
+
+
+def test_later_turns_have_predictions_and_an_error_is_an_axis_of_a_sweep() -> None:
+    run = lab.simulate("data_parallel", "both=1", lab.Sessions(4.0, 12, turns=3, output_len=20), predict_error=0.3)
+    assert np.isfinite(run.requests["predicted_tokens"]).all()
+    assert max(run.requests["turn"]) == 2
+    grid = lab.sweep("auto", "2P2D", lab.Poisson(10, 60), over={"predict_error": [0.0, 2.0]})
+    assert grid.points[0] != grid.points[1]
+    with pytest.raises(BadRequest, match="--over: predict_error=much is not a number"):
+        lab.sweep("auto", "2P2D", lab.Poisson(10, 60), over={"predict_error": ["much"]})
+    with pytest.raises(BadRequest, match="predict_error: is -1, and must be 0 or more"):
+        lab.simulate("auto", "2P2D", lab.Poisson(10, 60), predict_error=-1.0)
+
+
+def test_the_command_repeats_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = lab.simulate("auto", "2P2D", lab.Poisson(10, 60), predict_error=0.4)
+    report = tmp_path / "report.json"
+    assert app._run([*shlex.split(run.experiment.command())[1:], "--result-filename", str(report)]) == 0
+    assert report.read_bytes() == run.experiment.report([10.0], run.experiment.name).to_json()
+    assert app._run(["sim", "--num-prompts", "20", "--predict-error", "-1"]) == 2
+    assert "--predict-error: is -1" in capsys.readouterr().err

@@ -1,21 +1,26 @@
-"""Blocks on disk: what is read is what was written, or nothing; limits hold, and other files stay."""
+"""A store's blocks: names that are equal for equal KV alone, slots of memory that each have one state, and a disk that
+gives what was written, or nothing.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tercet.engine.interface import KeyedPrompt
-from tercet.protocol import BadRequest
+from tercet.engine.interface import Adapter, KeyedPrompt
+from tercet.protocol import BadRequest, MultiModalFeature, NoSpace
 from tercet.store.contents import BlockContent, contents_of
 from tercet.store.disk import DiskFolder, DiskIndex
+from tercet.store.pool import MemoryPool
 
 KIND, OTHER = "tercet-0123456789abcdef", "tercet-fedcba9876543210"
 BYTES, PARTS = 3000, 3
@@ -229,3 +234,155 @@ def test_the_index_keeps_its_limit_and_forgets_the_least_recently_used(
         assert index.nbytes == sum(model.values()) <= limit
         assert len(index) == len(model)
         assert all(each in index for each in model)
+
+
+SLOTS = 5
+NAMES = st.integers(0, 9).map(lambda number: bytes([number]))
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """A pool beside a model that is slow and plain: lists of what is taken, entered, pinned, and its order of use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gone: list[bytes] = []
+        self.pool = MemoryPool(SLOTS, self.gone.append)
+        self.taken: list[int] = []
+        self.entries: dict[bytes, int] = {}
+        self.pins: dict[bytes, int] = {}
+        self.idle: list[bytes] = []  # the least recently used first
+
+    @rule(count=st.integers(0, SLOTS + 1))
+    def take(self, count: int) -> None:
+        self.gone.clear()
+        free = SLOTS - len(self.taken) - len(self.entries)
+        if count > free + len(self.idle):
+            with pytest.raises(NoSpace):
+                self.pool.take(count)
+            assert not self.gone
+            return
+        found = self.pool.take(count)
+        expected = self.idle[: max(0, count - free)]
+        assert self.gone == expected
+        for name in expected:
+            self.idle.remove(name)
+            del self.entries[name]
+        assert len({*found}) == count
+        assert not {*found} & {*self.taken, *self.entries.values()}
+        self.taken += found
+
+    @rule(name=NAMES)
+    def enter(self, name: bytes) -> None:
+        if self.taken and name not in self.entries:
+            slot = self.taken.pop()
+            self.pool.enter(slot, name)
+            self.entries[name], self.pins[name] = slot, 1
+
+    @rule()
+    def give_back(self) -> None:
+        self.pool.give_back(self.taken)
+        self.taken.clear()
+
+    @rule(name=NAMES)
+    def pin(self, name: bytes) -> None:
+        if name in self.entries:
+            self.pool.pin([self.entries[name]])
+            self.pins[name] = self.pins.get(name, 0) + 1
+            if name in self.idle:
+                self.idle.remove(name)
+
+    @rule()
+    def unpin_all(self) -> None:
+        names = [name for name, pins in self.pins.items() if pins]
+        self.pool.unpin([self.entries[name] for name in names])
+        for name in reversed(names):
+            self.pins[name] -= 1
+            if not self.pins[name]:
+                del self.pins[name]
+                self.idle.append(name)
+
+    @rule(name=NAMES)
+    def touch(self, name: bytes) -> None:
+        self.pool.touch(name)
+        if name in self.idle:
+            self.idle.remove(name)
+            self.idle.append(name)
+
+    @invariant()
+    def agrees(self) -> None:
+        assert len(self.pool) == len(self.entries)
+        assert self.pool.available == SLOTS - len(self.taken) - len(self.entries) + len(self.idle)
+        for name, slot in self.entries.items():
+            assert name in self.pool
+            assert self.pool.slot(name) == slot
+
+
+TestPool = PoolMachine.TestCase
+
+
+SIZE = 4
+TOKENS = st.lists(st.integers(0, 2), max_size=20)
+
+
+def names(prompt: KeyedPrompt) -> list[bytes]:
+    return [each.name for each in contents_of(prompt, SIZE)]
+
+
+def image(offset: int, digest: str = "a") -> MultiModalFeature:
+    return MultiModalFeature(modality="image", digest=digest * 64, offset=offset, length=2)
+
+
+@given(TOKENS, TOKENS)
+def test_blocks_have_one_name_as_far_as_all_tokens_before_their_end_are_equal(one: list[int], other: list[int]) -> None:
+    for at, (ours, theirs) in enumerate(zip(names(KeyedPrompt(one)), names(KeyedPrompt(other)), strict=False), 1):
+        assert (ours == theirs) == (one[: at * SIZE] == other[: at * SIZE])
+
+
+@given(TOKENS.filter(lambda tokens: len(tokens) >= SIZE))
+def test_salt_and_adapter_are_in_the_names(tokens: list[int]) -> None:
+    def adapted(digest: str) -> Adapter:
+        return Adapter("fr", 1, "/x", digest)
+
+    keyed = [
+        KeyedPrompt(tokens),
+        KeyedPrompt(tokens, "s"),
+        KeyedPrompt(tokens, "t"),
+        KeyedPrompt(tokens, None, adapted("1")),
+        KeyedPrompt(tokens, None, adapted("2")),
+        KeyedPrompt(tokens, "s", adapted("1")),
+    ]
+    every = [name for each in keyed for name in names(each)]
+    assert len(set(every)) == len(every)
+    assert names(KeyedPrompt(tokens, "")) == names(KeyedPrompt(tokens))
+
+
+def test_images_are_in_the_names_of_their_blocks_and_of_those_after_them_only() -> None:
+    tokens: Sequence[int] = range(16)
+
+    def named(*features: MultiModalFeature) -> list[bytes]:
+        return names(KeyedPrompt([*tokens], None, None, features))
+
+    plain, one, other, moved, more = (
+        named(),
+        named(image(5)),
+        named(image(5, "b")),
+        named(image(6)),
+        named(image(5), image(9)),
+    )
+    assert plain[0] == one[0] == other[0] == moved[0]
+    assert len({each[1] for each in (plain, one, other, moved)}) == 4
+    assert one[1] == more[1]
+    assert one[2] != more[2]
+    assert named(image(3))[0] != plain[0]  # it lies across the end of the first block
+
+
+@given(TOKENS, st.none() | st.sampled_from(["", "salt"]))
+def test_contents_prove_their_names(tokens: list[int], salt: str | None) -> None:
+    prompt = KeyedPrompt(tokens, salt, None, (image(1),) if len(tokens) > 2 else ())
+    for content in contents_of(prompt, SIZE):
+        assert content.is_genuine
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(content), type=type(content))
+        assert again == content
+        assert again.is_genuine
+        assert not msgspec.structs.replace(content, tokens=bytes([7]) + content.tokens[1:]).is_genuine
+        assert not msgspec.structs.replace(content, features=(("a" * 64, 0), *content.features)).is_genuine

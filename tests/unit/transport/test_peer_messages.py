@@ -1,16 +1,29 @@
-"""Messages and proofs, as they are on the wire."""
+"""Messages and proofs, as they are on the wire; who may send and how KV travels, which is said before the first chunk;
+and that no ZeroMQ socket takes messages of any size.
+"""
 
 from __future__ import annotations
 
+import ast
 import itertools
+import os
 import struct
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tercet.protocol import TransferFailed
+from tercet.protocol.access import secrets_of
+from tercet.transport import KVRegion
+from tercet.transport.backends import BackendUnavailable
+from tercet.transport.backends.reading import Batch, HostBackend, UnderLease
 from tercet.transport.peer_messages import (
     FROM_RECEIVER,
     FROM_SENDER,
@@ -33,7 +46,21 @@ from tercet.transport.peer_messages import (
     framed,
     proof_of,
 )
-from tercet.transport.region import BlockShape, shape_of
+from tercet.transport.region import BlockShape, RegionShape, shape_of
+from tercet.transport.sockets import bounded
+from tests.sources import modules
+from tests.unit.transport.builders import (
+    BLOCK_BYTES,
+    BLOCKS,
+    LAYERS,
+    WORD,
+    Conversation,
+    FakeBackend,
+    FakeReader,
+    Receiving,
+    chunk,
+    sending_region,
+)
 from tests.unit.transport.models import whose
 
 LEASE = "ab" * 16
@@ -193,3 +220,195 @@ def test_nothing_said_can_be_taken_for_something_else(said: str, data: st.DataOb
 
     one, other = fields(*first), fields(*second)
     assert (proof_of("sender", "fleet", *one) == proof_of("sender", "fleet", *other)) == (one == other)
+
+
+def refused(talk: Conversation, why: str, **said: Any) -> None:
+    """A violation, which leaves no session behind."""
+    with pytest.raises(ProtocolViolation, match=why):
+        talk.greet(**said)
+    assert (talk.agreed, talk.answers) == (None, [])
+
+
+# ---- who -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sender_that_knows_the_secret_is_welcome() -> None:
+    assert Conversation(greet=False).greet() == "fake"
+
+
+@pytest.mark.parametrize("secret", ["", "another", "the-fleet", "the-fleets-"])
+def test_another_secret(secret: str) -> None:
+    refused(Conversation(greet=False), "secret", secret=secret)
+
+
+@pytest.mark.parametrize(
+    ("receiver", "sender"), [("a b", "a"), ("a b", "b"), ("b a", "a b"), ("a", "a b"), ("b", "b a")]
+)
+def test_two_secrets_are_valid_while_they_are_changed(receiver: str, sender: str) -> None:
+    talk = Conversation(greet=False)
+    rank = talk.receiving.rank
+    talk.receiving.rank = replace(rank, settings=msgspec.structs.replace(rank.settings, secret=receiver))
+    assert talk.greet(secret=secrets_of(sender)[0]) == "fake"
+
+
+@pytest.mark.parametrize("changes", [{"proof": b""}, {"proof": bytes(32)}, {"nonce": b"x"}, {"session": "b"}], ids=str)
+def test_a_proof_of_something_else(changes: dict[str, Any]) -> None:
+    refused(Conversation(greet=False), "secret", **changes)
+
+
+def test_a_greeting_that_was_heard_elsewhere() -> None:
+    """Each connection has a challenge of its own."""
+    first, second = Conversation(), Conversation(greet=False)
+    second.challenge = Challenge(b"another")
+    refused(second, "secret", proof=first.hello().proof)
+
+
+def test_the_secret_comes_before_the_layout() -> None:
+    refused(Conversation(greet=False), "secret", secret="another", fingerprint="other")
+    refused(Conversation(greet=False), "layout", fingerprint="other")
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+OURS = BlockShape(16, 2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "block", [BlockShape(0, 2, 1, 1), BlockShape(-3, 2, 1, 1), BlockShape(8, 2, 2, 1), BlockShape(8, 2, 1, 2)], ids=str
+)
+def test_blocks_that_cannot_be_put_together(block: BlockShape) -> None:
+    refused(Conversation(Receiving(block=OURS), greet=False), "layout", block=block)
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+def offering(theirs: KVRegion, *backends: FakeBackend, **changes: Any) -> Conversation:
+    return Conversation(Receiving(backends), theirs, **changes)
+
+
+def chosen(talk: Conversation) -> str:
+    assert talk.agreed is not None
+    return talk.agreed.welcome.transport
+
+
+def test_the_first_backend_that_works_is_taken() -> None:
+    theirs = sending_region()
+    readers = [FakeReader(theirs), FakeReader(theirs)]
+    good, better = (FakeBackend(reader, name) for reader, name in zip(readers, ("good", "better"), strict=True))
+    broken = FakeBackend(BackendUnavailable("broken: it is"), "broken")
+    talk = offering(theirs, broken, better, good)
+    assert chosen(talk) == "better"
+    assert (broken.asked, better.asked, good.asked) == ([(b"broken", theirs.shape)], [(b"better", theirs.shape)], [])
+    talk.close()
+    assert [reader.closed for reader in readers] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "error", [BackendUnavailable("not here"), TransferFailed("it broke"), OSError("the device is gone")], ids=repr
+)
+def test_the_next_one_is_taken_when_a_backend_does_not_work(error: Exception) -> None:
+    theirs = sending_region()
+    last = FakeBackend(FakeReader(theirs), "last")
+    assert chosen(offering(theirs, FakeBackend(error), last)) == "last"
+
+
+@pytest.mark.parametrize("changes", [{"word": 0}, {"word": WORD + 1}, {"word": 2**62}, {"offers": {"x": b""}}], ids=str)
+def test_memory_that_cannot_be_tried_is_not_read(changes: dict[str, Any]) -> None:
+    theirs = sending_region()
+    backend = FakeBackend(reader := FakeReader(theirs))
+    with pytest.raises(ProtocolViolation, match="no transport that both sides allow works: fake"):
+        offering(theirs, backend, **changes)
+    assert reader.closed == len(backend.asked)
+
+
+@pytest.mark.parametrize(
+    "shape", [None, RegionShape((0,), 1, 64, 0, 64), RegionShape((-64,), 1, 64, 0, 2**40)], ids=str
+)
+def test_a_region_that_does_not_hold_its_blocks_is_not_read(shape: RegionShape | None) -> None:
+    backend = FakeBackend(FakeReader(sending_region()))
+    with pytest.raises(ProtocolViolation, match="region"):
+        offering(sending_region(), backend, shape=shape)
+    assert backend.asked == []
+
+
+def test_a_reader_that_fails_its_check_is_closed() -> None:
+    class Broken(FakeReader):
+        def read(self, batch: Batch, under_lease: UnderLease) -> bool:
+            raise OSError("the sender is gone")
+
+    theirs = sending_region()
+    reader = Broken(theirs)
+    assert chosen(offering(theirs, FakeBackend(reader), FakeBackend(FakeReader(theirs), "last"))) == "last"
+    assert reader.closed == 1
+
+
+def test_no_way_at_all_says_why() -> None:
+    theirs = sending_region()
+    backends = FakeBackend(BackendUnavailable("fake: no device")), FakeBackend(FakeReader(theirs), "other")
+    with pytest.raises(ProtocolViolation, match="fake: no device; other: the sender does not offer it"):
+        offering(theirs, *backends, offers={"fake": b""})
+
+
+# ---- the host backend ------------------------------------------------------------------------------------------------
+
+
+def hosted(theirs: KVRegion, memory: int | None, **changes: Any) -> Conversation:
+    receiving = Receiving()
+    receiving.backends.append(HostBackend(theirs))
+    return Conversation(receiving, theirs, memory=memory, **changes)
+
+
+def test_memory_that_came_with_the_greeting_is_mapped() -> None:
+    theirs = KVRegion.create(LAYERS, BLOCKS, BLOCK_BYTES)
+    theirs.set_word(WORD)
+    theirs.set_word(1)
+    theirs.blocks(0, 6)[:] = bytes(range(BLOCK_BYTES))
+    talk = hosted(theirs, theirs.fd)
+    assert chosen(talk) == "host"
+    assert talk.say(chunk(0, 1, [6])) == []
+    assert talk.receiving.block(0, 2) == bytes(range(BLOCK_BYTES))
+    assert talk.receiving.touched() == {(0, 2)}
+    shape = theirs.shape
+    larger = RegionShape(shape.planes, shape.num_blocks, shape.block_bytes, shape.words, shape.size + 8)
+    for memory, changes in ((None, {}), (theirs.fd, {"shape": larger}), (os.open(os.devnull, os.O_RDONLY), {})):
+        with pytest.raises(ProtocolViolation, match="host: the sender's memory"):
+            hosted(theirs, memory, **changes)
+    theirs.close()
+
+
+def unbounded(text: str) -> Iterator[int]:
+    """Lines on which a socket of ZeroMQ is made and not bounded."""
+    tree = ast.parse(text)
+    inside = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "bounded"
+        for inner in node.args
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "socket":
+            of_zmq = any(isinstance(each, ast.Attribute) and ast.unparse(each).startswith("zmq.") for each in node.args)
+            if of_zmq and id(node) not in inside:
+                yield node.lineno
+
+
+def test_every_socket_is_bounded() -> None:
+    files = [path for _, path in modules() if "zmq" in (text := path.read_text()) and ".socket(zmq" in text]
+    assert len(files) >= 4
+    assert [(path.name, line) for path in files for line in unbounded(path.read_text())] == []
+    assert list(unbounded("a = context.socket(zmq.PULL)")) == [1]
+
+
+@pytest.mark.parametrize(("size", "arrives"), [(1000, True), (1001, False)])
+def test_a_message_that_is_too_long_does_not_arrive(size: int, arrives: bool) -> None:
+    context = zmq.Context()
+    with bounded(context.socket(zmq.PULL), 1000) as takes, context.socket(zmq.PUSH) as sends:
+        takes.linger = sends.linger = 0
+        sends.connect(f"tcp://127.0.0.1:{takes.bind_to_random_port('tcp://127.0.0.1')}")
+        sends.send(b"x" * size)
+        sends.send(b"short")
+        assert takes.poll(2000 if arrives else 100) == (zmq.POLLIN if arrives else 0) or not arrives
+        if takes.poll(0):
+            assert (len(takes.recv()) == size) is arrives
+    context.term()

@@ -1,18 +1,34 @@
-"""Engines that split layers and heads differently: every plane and head of every receiver comes from one sender."""
+"""Engines that split layers and heads differently, or have blocks of another size: every plane, head and token of every
+receiver comes from one sender and from its right place, and from nowhere else.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from tercet.protocol import CacheGroup, KVLayout, LayoutMismatch
+from tercet.protocol import BadRequest, CacheGroup, KVLayout, LayoutMismatch
 from tercet.transport import KVRegion, PlaneRun, RankRoute, SendReport
-from tercet.transport.region import routes, runs
+from tercet.transport.region import (
+    BlockShape,
+    HeadSlice,
+    TokenCopy,
+    copy_tokens,
+    first_token,
+    heads,
+    routes,
+    runs,
+    token_copies,
+)
 from tests.unit.transport.models import a_grant
 from tests.unit.transport.ranks import TOKENS, Send, filled, new_lease, rank
 from tests.unit.transport.test_rank import BACKENDS, SCATTERED, settings
@@ -166,3 +182,223 @@ def _heads(of: KVLayout, held: list[range], regions: list[KVRegion], blocks: Seq
                 for head in range(of.heads_per_rank):
                     found[layer, index, first + head] = data[head * HEAD_BYTES : (head + 1) * HEAD_BYTES]
     return found
+
+
+SLICE_BYTES = 6
+
+
+def layout_by_head(num_heads: int, tp_size: int, head_bytes: int = SLICE_BYTES) -> KVLayout:
+    held = max(1, num_heads // tp_size)
+    return KVLayout("m", "bf16", 1, num_heads, 1, 16, held * head_bytes, tp_size, "plain", splits_by_head=True)
+
+
+def held_by_rank(num_heads: int, tp_size: int, rank: int) -> list[int]:
+    """Naively: heads go round, or ranks share one."""
+    if num_heads >= tp_size:
+        each = num_heads // tp_size
+        return list(range(rank * each, (rank + 1) * each))
+    return [rank // (tp_size // num_heads)]
+
+
+cases = [
+    (num_heads, source, target)
+    for num_heads in (1, 2, 3, 4, 6, 8, 12, 16, 24, 64)
+    for source in DEGREES
+    for target in DEGREES
+    if all(num_heads % degree == 0 or degree % num_heads == 0 for degree in (source, target))
+]
+
+
+@pytest.mark.parametrize(("num_heads", "tp_size"), sorted({(num_heads, source) for num_heads, source, _ in cases}))
+def test_heads_of_a_rank(num_heads: int, tp_size: int) -> None:
+    held = [list(heads(layout_by_head(num_heads, tp_size), rank)) for rank in range(tp_size)]
+    assert held == [held_by_rank(num_heads, tp_size, rank) for rank in range(tp_size)]
+    assert {head for rank in held for head in rank} == set(range(num_heads))
+
+
+@pytest.mark.parametrize(("num_heads", "source", "target"), cases)
+def test_every_head_byte_is_filled_once_with_its_own(num_heads: int, source: int, target: int) -> None:
+    here, there = layout_by_head(num_heads, source), layout_by_head(num_heads, target)
+    here.require_mappable(there, "the other")
+    written = [Counter[int]() for _ in range(target)]
+    blocks = [bytearray(there.block_bytes) for _ in range(target)]
+    for sender in range(source):
+        # Each byte of a sender's block tells its head.
+        block = bytes(head + 1 for head in held_by_rank(num_heads, source, sender) for _ in range(SLICE_BYTES))
+        for receiver, head_slice, _ in routes(here, there, sender):
+            assert head_slice.size * head_slice.parts == there.block_bytes
+            assert 0 <= head_slice.source_offset <= here.block_bytes - head_slice.size
+            at = head_slice.part * head_slice.size
+            blocks[receiver][at : at + head_slice.size] = block[
+                head_slice.source_offset : head_slice.source_offset + head_slice.size
+            ]
+            written[receiver].update(range(at, at + head_slice.size))
+    for receiver in range(target):
+        assert written[receiver] == Counter(range(there.block_bytes))
+        expected = bytes(head + 1 for head in held_by_rank(num_heads, target, receiver) for _ in range(SLICE_BYTES))
+        assert blocks[receiver] == expected
+
+
+@given(st.sampled_from(cases), st.data())
+def test_parts_of_one_receiver_are_cut_alike(case: tuple[int, int, int], data: st.DataObject) -> None:
+    num_heads, source, target = case
+    here, there = layout_by_head(num_heads, source), layout_by_head(num_heads, target)
+    receiver = data.draw(st.integers(0, target - 1))
+    strips = [head_slice for rank in range(source) for to, head_slice, _ in routes(here, there, rank) if to == receiver]
+    assert {head_slice.parts for head_slice in strips} == {len(strips)}
+    assert sorted(head_slice.part for head_slice in strips) == list(range(len(strips)))
+
+
+def test_equal_degrees_send_whole_blocks_to_their_own_rank() -> None:
+    same = layout_by_head(8, 4)
+    whole = (0, 2 * SLICE_BYTES, 0, 1)
+    assert [routes(same, same, rank) for rank in range(4)] == [[(rank, whole, ())] for rank in range(4)]
+
+
+def test_one_rank_to_four_and_back() -> None:
+    one, four = layout_by_head(8, 1), layout_by_head(8, 4)
+    assert routes(one, four, 0) == [RankRoute(rank, HeadSlice(rank * 12, 12, 0, 1)) for rank in range(4)]
+    assert [routes(four, one, rank) for rank in range(4)] == [
+        [RankRoute(0, HeadSlice(0, 12, rank, 4))] for rank in range(4)
+    ]
+
+
+def test_of_ranks_with_the_same_head_the_first_one_sends() -> None:
+    eight, two = layout_by_head(2, 8), layout_by_head(2, 2)
+    sending = [bool(routes(eight, two, rank)) for rank in range(8)]
+    assert sending == [True, False, False, False, True, False, False, False]
+    assert [receiver for receiver, *_ in routes(two, eight, 1)] == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("factor", [2, 4, 8])
+def test_a_strip_is_measured_in_the_senders_blocks(factor: int) -> None:
+    """With blocks of another size on the other side, offset and size still are the sender's own."""
+    here, there = layout_by_head(8, 1, SLICE_BYTES * factor), layout_by_head(8, 2)
+    found = [head_slice for _, head_slice, _ in routes(here, there, 0)]
+    assert found == [HeadSlice(0, 24 * factor), HeadSlice(24 * factor, 24 * factor)]
+
+
+UNTOUCHED = 0xEE
+SIZES = st.integers(16, 256)
+
+
+class Recut(NamedTuple):
+    """A lease whose blocks hold the tokens from ``begin`` on, and slots of a sender's that are sent to it."""
+
+    sender: int
+    receiver: int
+    begin: int
+    blocks: tuple[int, ...]
+    slots: range
+
+    def moves(self) -> list[TokenCopy]:
+        return token_copies(self.slots, self.sender, self.begin, self.blocks, self.receiver)
+
+
+@st.composite
+def recuts(draw: st.DrawFn, sizes: st.SearchStrategy[int] = SIZES) -> Recut:
+    sender, receiver = draw(sizes), draw(sizes)
+    begin = draw(st.integers(0, 20)) * receiver
+    count = draw(st.integers(1, 6))
+    blocks = tuple(draw(st.permutations(range(8)))[:count])
+    # Some slots reach behind the last block, as a sender's last block does.
+    num_slots = -(-(begin % sender + count * receiver) // sender) + 1
+    first = draw(st.integers(0, num_slots - 1))
+    return Recut(sender, receiver, begin, blocks, range(first, draw(st.integers(first, num_slots))))
+
+
+def naive(recut: Recut) -> dict[tuple[int, int], tuple[int, int]]:
+    """(block, token in it) of the receiver: (slot, token in it) of the sender, token by token."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    origin = recut.begin - recut.begin % recut.sender
+    for slot in recut.slots:
+        for offset in range(recut.sender):
+            index = origin + slot * recut.sender + offset - recut.begin
+            if 0 <= index < len(recut.blocks) * recut.receiver:
+                found[recut.blocks[index // recut.receiver], index % recut.receiver] = (slot, offset)
+    return found
+
+
+@given(recuts())
+def test_moves_are_the_naive_ones(recut: Recut) -> None:
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for move in recut.moves():
+        assert move.tokens > 0
+        for token in range(move.tokens):
+            assert (move.block, move.target + token) not in found
+            found[move.block, move.target + token] = (move.slot, move.source + token)
+    assert found == naive(recut)
+
+
+@given(recuts())
+def test_a_move_is_cut_at_block_boundaries_only(recut: Recut) -> None:
+    found = recut.moves()
+    assert all(move.source + move.tokens <= recut.sender for move in found)
+    assert all(move.target + move.tokens <= recut.receiver for move in found)
+    for move, following in pairwise(found):
+        assert move.source + move.tokens == recut.sender or move.target + move.tokens == recut.receiver
+        assert following.source == 0 or following.target == 0
+
+
+@given(st.integers(0, 100_000), SIZES)
+def test_slot_0_is_the_block_that_the_first_token_is_in(begin: int, tokens: int) -> None:
+    assert first_token(begin, tokens) <= begin < first_token(begin, tokens) + tokens
+    assert first_token(begin, tokens) % tokens == 0
+
+
+def fresh(shape: BlockShape) -> NDArray[np.uint8]:
+    return np.full(shape.block_bytes, UNTOUCHED, np.uint8)
+
+
+def items(block: NDArray[np.uint8], shape: BlockShape) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """A block's keys ``[head, dimension, token, byte]``, its values ``[head, token, dimension, byte]``, in place."""
+    both = block.reshape(shape.heads, 2, -1)
+    keys = both[:, 0].reshape(shape.heads, shape.head_size, shape.tokens, shape.item_bytes)
+    values = both[:, 1].reshape(shape.heads, shape.tokens, shape.head_size, shape.item_bytes)
+    return keys, values
+
+
+@given(
+    recuts(st.integers(16, 48)), st.integers(1, 3), st.integers(1, 5), st.sampled_from([1, 2, 4, 8]), st.integers(0, 99)
+)
+def test_tokens_are_put_in_place_and_nothing_else(
+    recut: Recut, heads: int, head_size: int, item_bytes: int, seed: int
+) -> None:
+    sender, receiver = (BlockShape(size, heads, head_size, item_bytes) for size in (recut.sender, recut.receiver))
+    random = np.random.default_rng(seed)
+    sources = {slot: random.integers(0, 256, sender.block_bytes, np.uint8) for slot in recut.slots}
+    targets = {block: fresh(receiver) for block in range(8)}
+    for move in recut.moves():
+        copy_tokens(sources[move.slot].data, sender, targets[move.block].data, receiver, heads, move)
+
+    expected = {block: fresh(receiver) for block in range(8)}
+    for (block, to), (slot, token) in naive(recut).items():
+        (their_keys, their_values), (keys, values) = items(sources[slot], sender), items(expected[block], receiver)
+        keys[:, :, to] = their_keys[:, :, token]
+        values[:, to] = their_values[:, token]
+    for block in range(8):
+        assert np.array_equal(targets[block], expected[block])
+
+
+def test_a_part_is_some_heads_of_a_block() -> None:
+    """One of two heads travels: the other one's bytes stay."""
+    sender, receiver = BlockShape(4, 2, 1, 1), BlockShape(2, 2, 1, 1)
+    target = fresh(receiver)
+    source = np.arange(8, dtype=np.uint8)  # four keys, four values
+    copy_tokens(source.data, sender, target.data[4:], receiver, 1, TokenCopy(0, 1, 0, 0, 2))
+    assert target.tolist() == [UNTOUCHED] * 4 + [1, 2, 5, 6]
+
+
+def test_bytes_of_a_block_are_keys_and_values() -> None:
+    assert BlockShape(16, 3, 64, 2).block_bytes == 2 * 3 * 16 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(0, 1, 1, 2), (-16, 1, 1, 2), (16, 0, 1, 2), (16, 1, 0, 2), (16, 1, 1, 0), (16, 1, 1, 3), (16, 1, 1, 16)],
+    ids=str,
+)
+def test_what_no_block_looks_like(shape: tuple[int, int, int, int]) -> None:
+    with pytest.raises(BadRequest):
+        BlockShape(*shape).require_sane()
+    BlockShape(16, 1, 1, 2).require_sane()

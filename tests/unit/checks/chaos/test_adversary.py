@@ -22,7 +22,7 @@ from tercet_checks.chaos.adversary import (
 )
 from tercet_checks.chaos.chaos_report import ChaosResult, FaultSchedule, plan_faults
 from tercet_checks.chaos.simulated_arena import SimulatedFleet, run_simulated
-from tests.unit.checks.chaos.test_simulated_arena import FLEET, LOAD
+from tests.unit.checks.chaos.test_invariants import FLEET, LOAD
 
 Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -1,23 +1,30 @@
-"""Engines of one host: each one's steps take longer while others compute, and only then."""
+"""What a simulated engine shares: its host with other engines, its places with adapters, its steps with background
+sequences.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import runpy
 from collections.abc import Coroutine
+from contextlib import aclosing
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tercet.protocol import BadRequest, EngineUnreachable, Request
+from tercet.protocol import BadRequest, EngineUnreachable, Request, UnknownAdapter
 from tercet_lab.sim import EngineOptions, Host, Network, Profile, SimEngine, run_virtual
+from tercet_lab.sim.adapter_slots import AdapterSlots
 from tercet_lab.sim.step_times import HostSharing
 from tests.virtual_time import in_virtual_time
 
-from .models import collect, profile_of, request_of, tokens_of
+from .models import BLOCK, collect, engines_of, is_empty, profile_of, request_of, tokens_of
 
 TWICE = HostSharing(
     prefill_beside_prefill=2.0, prefill_beside_decode=2.0, decode_beside_prefill=2.0, decode_beside_decode=2.0
@@ -195,3 +202,182 @@ async def test_a_profile_must_say_what_engines_of_a_host_do_to_one_another() -> 
     with pytest.raises(BadRequest, match=r"host: profile test has no data on engines that share a host") as refused:
         engines_on(Host(), profile_of())
     assert refused.value.param == "host"
+
+
+def asking(adapter: str | None, seq_id: str = "s", **more: Any) -> Request:
+    return msgspec.structs.replace(request_of(seq_id, **more), adapter=adapter)
+
+
+def test_a_batch_uses_so_many_adapters_and_the_oldest_unused_one_gives_way() -> None:
+    slots = AdapterSlots(2, 0.5)
+    slots.join(1, "a")
+    slots.join(2, "b")
+    assert (slots.owed(), slots.owed()) == (1.0, 0.0)
+    assert not slots.admits("c")
+    assert slots.admits("a")
+    assert slots.admits(None)
+    slots.join(3, "b")
+    slots.leave(1)
+    slots.leave(1)
+    assert slots.admits("c")
+    slots.join(4, "c")
+    assert slots.owed() == 0.5
+    for user in (2, 3, 4):
+        slots.leave(user)
+    slots.join(5, "b")
+    assert slots.owed() == 0.0, "it has kept its place"
+    slots.join(6, "a")
+    assert slots.owed() == 0.5, "it has not"
+    found = slots.load(["x", None, "x"])
+    assert found is not None
+    assert (found.running, found.waiting, found.max) == (("a", "b"), ("x",), 2)
+
+
+@in_virtual_time
+async def test_who_needs_a_place_waits_and_others_overtake() -> None:
+    (engine,) = engines_of("e", adapters="a,b", max_loras=1, lora_load=1.0)
+    loop = asyncio.get_running_loop()
+    ends: dict[str, float] = {}
+
+    async def one(adapter: str | None, seq_id: str) -> None:
+        await collect(engine.start_generate(asking(adapter, seq_id, length=20, max_tokens=3)))
+        ends[seq_id] = loop.time()
+
+    await asyncio.gather(one("a", "first"), one("b", "waits"), one(None, "base"), one("a", "same"))
+    assert ends["waits"] > max(ends[each] for each in ("first", "same", "base")) + 1.0
+    assert (await engine.status()).counters["adapter_loads"] == 2
+    assert is_empty(engine)
+
+
+@in_virtual_time
+async def test_kv_and_tokens_are_of_one_adapter() -> None:
+    sender, receiver = engines_of("p", "d", adapters="a,b", max_loras=2)
+    said = [tuple(await tokens_of(sender, asking(adapter))) for adapter in ("a", "b", None)]
+    assert len({*said}) == 3
+    async with receiver.prep_recv(asking("a", length=2 * BLOCK)) as space:
+        for wrong in ("b", None):
+            with pytest.raises(BadRequest, match="adapter"):
+                await sender.remote_send(asking(wrong, length=2 * BLOCK), space, 0)
+        await sender.remote_send(asking("a", length=2 * BLOCK), space, 0)
+        with pytest.raises(BadRequest, match="adapter"):
+            await collect(receiver.start_generate(asking("b", length=2 * BLOCK)))
+    for adapter, expected in (("a", 2 * BLOCK), ("b", 0), (None, 0)):
+        async with receiver.prep_recv(asking(adapter, f"s{adapter}", length=2 * BLOCK)) as space:
+            assert space.matched_len == expected
+    with pytest.raises(UnknownAdapter, match="it has a, b"):
+        await collect(receiver.start_generate(asking("c")))
+    with pytest.raises(UnknownAdapter, match="the request requires"):
+        await collect(receiver.start_generate(msgspec.structs.replace(asking("a"), adapter_digest="others")))
+    assert is_empty(sender)
+    assert is_empty(receiver)
+
+
+@pytest.mark.slow
+def test_affinity_saves_loads_and_waiting() -> None:
+    """examples/lora_affinity.py, made small."""
+    example = runpy.run_path(str(Path(__file__).resolve().parents[4] / "examples" / "lora_affinity.py"))
+    setting = example["Setting"](engines=4, adapters=16, max_loras=2, lora_load=0.2, rate=4.0, requests=300)
+    found = example["compare"](setting, seeds=1)
+    without, with_scorer = found["without"], found["with lora-affinity"]
+    assert with_scorer.loads < 0.8 * without.loads
+    assert with_scorer.ttft < 0.8 * without.ttft
+
+
+def line_of(seq_id: str, length: int = 100, max_tokens: int = 5, first: int = 0) -> Request:
+    return replace(request_of(seq_id, length, max_tokens, first), background=True)
+
+
+async def times_of(engine: SimEngine, request: Request) -> list[float]:
+    """The times at which its tokens come."""
+    loop, found = asyncio.get_running_loop(), list[float]()
+    async with aclosing(engine.start_generate(request)) as stream:
+        async for item in stream:
+            found += [loop.time()] * len(item.token_ids)
+    return found
+
+
+@in_virtual_time
+async def test_a_line_gets_no_token_while_a_prompt_is_computed_and_continues() -> None:
+    (engine,) = engines_of("e", stream_every=1, max_num_batched_tokens=100, max_num_seqs=8)
+    line = asyncio.ensure_future(times_of(engine, line_of("line", 20, 200)))
+    await asyncio.sleep(0.7)
+    began = asyncio.get_running_loop().time()
+    blocks = {each.seq_id: each.blocks for each in await engine.sequences()}
+    client = await times_of(engine, request_of("client", 500, 3, first=1000))
+    # At most the step in progress, of one token or few, and then five of 109 ms.
+    assert 0.545 <= client[0] - began <= 0.545 + 0.03
+    times = await line
+    assert len(times) == 200
+    assert not [each for each in times if began + 0.03 < each < client[0]]
+    assert blocks["line"]
+    assert engine.counters.preemptions == 0
+    assert is_empty(engine)
+
+
+def test_blocks_and_places_of_lines_go_to_others_at_once() -> None:
+    async def check(**options: int) -> None:
+        (engine,) = engines_of("e", profile=profile_of(blocks=32), stream_every=1, **options)
+        scheduler: Any = engine._scheduler  # pyright: ignore[reportPrivateUsage]
+        scheduler._share.tokens = lambda now, has_prompts, decodes: 0 if has_prompts else 200
+        lines = [
+            asyncio.ensure_future(tokens_of(engine, line_of(f"l{at}", 100, 60, first=1000 * at))) for at in range(3)
+        ]
+        await asyncio.sleep(0.5)
+        began = asyncio.get_running_loop().time()
+        client = await times_of(engine, request_of("client", 240, 3, first=9000))
+        assert client[0] - began <= 0.249 + 0.05
+        assert [len(each) for each in await asyncio.gather(*lines)] == [60] * 3
+        assert engine.counters.preemptions >= 1
+        assert is_empty(engine)
+
+    run_virtual(check())
+    run_virtual(check(max_num_seqs=3))
+
+
+@in_virtual_time
+async def test_a_line_that_is_passed_over_ends_at_once() -> None:
+    (engine,) = engines_of("e", stream_every=1, max_num_batched_tokens=100, max_num_seqs=8)
+    line = asyncio.ensure_future(tokens_of(engine, line_of("line", 20, 200)))
+    await asyncio.sleep(0.7)
+    client = asyncio.ensure_future(tokens_of(engine, request_of("client", 500, 3, first=1000)))
+    await asyncio.sleep(0.2)
+    assert [each.running for each in await engine.sequences()] == [True, True]
+    await engine.abort("line")
+    await asyncio.wait_for(line, 0.2)
+    assert [each.seq_id for each in await engine.sequences()] == ["client"]
+    assert len(await client) == 3
+    assert is_empty(engine)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.floats(0, 2), st.integers(1, 300), st.integers(1, 40), st.none() | st.floats(0, 3)),
+        max_size=12,
+    ),
+    st.sampled_from(["chunked", "prefill_first"]),
+    st.sampled_from([0, 1]),
+)
+@in_virtual_time
+async def test_all_end_and_all_is_given_back(
+    requests: list[tuple[bool, float, int, int, float | None]], schedule: str, every: int
+) -> None:
+    """Each comes at a time, and is cancelled some seconds later or not."""
+
+    options = {"schedule": schedule, "stream_every": every, "max_num_seqs": 4, "max_num_batched_tokens": 128}
+    (engine,) = engines_of("e", profile=profile_of(blocks=32), **options)
+
+    async def one(number: int, background: bool, at: float, length: int, most: int, gone: float | None) -> None:
+        await asyncio.sleep(at)
+        made = line_of if background else request_of
+        task = asyncio.ensure_future(tokens_of(engine, made(f"s{number}", length, most, 1000 * number)))
+        await asyncio.wait({task}, timeout=gone)
+        if gone is None:
+            assert len(task.result()) == most
+        task.cancel()
+        await asyncio.wait({task})
+
+    async with asyncio.timeout(3600):
+        await asyncio.gather(*(one(number, *each) for number, each in enumerate(requests)))
+    await asyncio.sleep(0.7)
+    assert is_empty(engine)

@@ -1,4 +1,6 @@
-"""vLLM's server options and variables at a router: none of them is taken and has no effect."""
+"""vLLM's server options and variables at a router: none of them is taken and has no effect; its routes are described
+beside other clients, and of two processes that bind one address one listens.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,13 @@ import inspect
 import re
 import socket
 import ssl
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 
@@ -25,6 +29,8 @@ from tercet.router.openai.openai_server import (
     REFUSED,
     SERVED_BY_VLLM,
     SERVED_HERE,
+    describe_in_a_thread,
+    listen_alone,
     options_of,
     refusal_of,
 )
@@ -173,3 +179,49 @@ async def test_tls_is_served_and_nothing_else(
         writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
         assert not (await plain.read()).startswith(b"HTTP/")
         writer.close()
+
+
+async def test_routes_are_described_once_and_not_on_the_event_loop() -> None:
+    app, described = FastAPI(), list[threading.Thread]()
+    app.get("/x")(lambda: 1)
+    whole = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        described.append(threading.current_thread())
+        return whole()
+
+    app.openapi = openapi
+    describe_in_a_thread(app)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        answers = await asyncio.gather(*(client.get("/openapi.json") for _ in range(3)))
+    assert [list(answer.json()["paths"]) for answer in answers] == [["/x"]] * 3
+    assert described[0] is not threading.main_thread()
+    # The later calls, on the event loop, find the description.
+    assert described.count(threading.main_thread()) == 3
+    assert len(described) == 4
+
+
+async def test_without_a_description_nothing_is_added() -> None:
+    app = FastAPI(openapi_url=None)
+    describe_in_a_thread(app)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        assert (await client.get("/openapi.json")).status_code == 404
+
+
+def bound(port: int) -> socket.socket:
+    """As vLLM binds."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", port))
+    return sock
+
+
+def test_whoever_comes_too_late_is_told() -> None:
+    with bound(0) as first:
+        port = first.getsockname()[1]
+        second = bound(port)
+        listen_alone(first)
+        with pytest.raises(BadRequest, match=f"127.0.0.1:{port}: Address already in use") as refused:
+            listen_alone(second)
+        assert refused.value.param == "port"
+        assert second.fileno() == -1

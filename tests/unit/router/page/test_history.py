@@ -19,8 +19,8 @@ from tests.clock import Clock
 from tests.longest_wait import until
 from tests.unit.router.conftest import LiveRouter
 
-from .test_other_workers import NAMES, did
 from .test_page_app import CLIENT, app_of, bearer, client_of
+from .test_viewers import NAMES, did
 
 
 def history_of(router: LiveRouter, clock: Clock) -> History:

@@ -35,7 +35,7 @@ from tercet.settings import RetryBudget
 from tests.longest_wait import until
 from tests.unit.router.conftest import LiveRouter
 
-from .test_records import picture
+from .test_viewers import picture
 
 
 def watch_of(router: LiveRouter) -> FleetWatch:

@@ -1,4 +1,6 @@
-"""For how long vLLM's processes look for messages before they sleep, and that none is missed."""
+"""vLLM itself: what differs between its versions, for how long its processes look for messages before they sleep, and
+what a core says of pauses.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,18 @@ import pytest
 import zmq
 from vllm import envs
 from vllm.distributed.kv_events import ZmqEventPublisher
+from vllm.v1.core.sched.interface import PauseState
 
 from tercet.cluster.ports import free_ports
 from tercet.protocol import BadRequest
 from tercet.settings.process_settings import spin_seconds
+from tercet.vllm_plugin import differences
 from tercet.vllm_plugin.core.core_methods import LONGEST_REQUEST, bound_replay_requests
+from tercet.vllm_plugin.differences import DIFFERENCES, Difference
+from tercet.vllm_plugin.hooks import MINORS, Has, vllm_version
 from tercet.wire.client import http_engine
+
+from .tiny_engine import TinyEngine
 
 
 def test_engines_on_a_cpu_sleep_at_once_and_others_as_vllm_does() -> None:
@@ -62,3 +70,45 @@ def test_long_messages_are_not_taken(caplog: pytest.LogCaptureFixture, monkeypat
             assert not any("xxx" in record.getMessage() for record in caplog.records)
     finally:
         publisher.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("state", "paused"), [(PauseState.UNPAUSED, ""), (PauseState.PAUSED_NEW, "new"), (PauseState.PAUSED_ALL, "all")]
+)
+def test_the_status_tells_what_is_paused(engine: TinyEngine, state: PauseState, paused: str) -> None:
+    engine.core.scheduler.set_pause_state(state)
+    assert engine.status()["paused"] == paused
+    engine.core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert engine.status()["paused"] == ""
+
+
+def test_a_sleeping_engine_is_paused(engine: TinyEngine) -> None:
+    engine.core.model_executor.is_sleeping = True
+    assert engine.status()["paused"] == "all"
+
+
+INSTALLED = next(minor for minor in MINORS if vllm_version().startswith(f"{minor}."))
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda each: each.what)
+def test_a_difference_is_in_the_versions_up_to_its_last(difference: Difference) -> None:
+    assert difference.is_here == (MINORS.index(INSTALLED) <= MINORS.index(difference.last))
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda each: each.what)
+def test_it_ends_within_the_supported_versions(difference: Difference) -> None:
+    assert difference.last in MINORS[:-1], f"delete the branches for this: {difference.what}"
+
+
+def test_all_are_listed() -> None:
+    declared = [each for each in vars(differences).values() if isinstance(each, Difference)]
+    assert declared == list(DIFFERENCES)
+
+
+def test_it_is_told_by_the_code_of_vllm() -> None:
+    assert Difference("", "0.32", Has("json:JSONDecoder", "shape")).is_here
+    assert not Difference("", "0.32", Has("json:JSONDecoder", "decode")).is_here
+
+
+def test_the_module_of_options_is_the_installed_ones() -> None:
+    assert callable(differences.cli_args().make_arg_parser)
