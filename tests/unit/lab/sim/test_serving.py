@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import aiohttp
@@ -80,49 +80,41 @@ async def pair(times: StepTimes = QUICK, blocks: int = 1000, secret: str = "") -
         yield Pair(clients, engines)
 
 
-def run(test: Callable[[Pair], Awaitable[None]], times: StepTimes = QUICK, blocks: int = 1000) -> None:
-    async def main() -> None:
-        async with pair(times, blocks) as found:
-            await test(found)
-
-    asyncio.run(main())
+@pytest.fixture
+async def found() -> AsyncGenerator[Pair]:
+    async with pair() as found:
+        yield found
 
 
 @pytest.mark.parametrize("program", ["data_parallel", "disaggregated", "balanced"])
-def test_the_router_serves_through_programs(program: str) -> None:
-    async def main(found: Pair) -> None:
-        serve = load_program(program)
+async def test_the_router_serves_through_programs(program: str, found: Pair) -> None:
+    serve = load_program(program)
 
-        async def one(index: int) -> tuple[Trace, list[int]]:
-            trace, tokens = Trace(), list[int]()
-            request = request_of(f"s{index}", 100, 8, first=index * 1000)
-            async for output in outputs_of(serve(request, FleetView(found.fleet, trace))):
-                tokens += output.token_ids
-            return trace, tokens
+    async def one(index: int) -> tuple[Trace, list[int]]:
+        trace, tokens = Trace(), list[int]()
+        request = request_of(f"s{index}", 100, 8, first=index * 1000)
+        async for output in outputs_of(serve(request, FleetView(found.fleet, trace))):
+            tokens += output.token_ids
+        return trace, tokens
 
-        answers = await asyncio.gather(*(one(index) for index in range(20)))
-        assert all(len(tokens) == 8 for _, tokens in answers)
-        # What is said depends on the prompt alone, and not on where it is said.
-        assert answers[3][1] == await tokens_of(found.clients[0], request_of("again", 100, 8, first=3000))
-        assert await found.settled()
-        sent = [event for trace, _ in answers for event in trace.events if event.verb == "remote_send"]
-        assert bool(sent) is (program != "data_parallel")
-
-    run(main)
+    answers = await asyncio.gather(*(one(index) for index in range(20)))
+    assert all(len(tokens) == 8 for _, tokens in answers)
+    # What is said depends on the prompt alone, and not on where it is said.
+    assert answers[3][1] == await tokens_of(found.clients[0], request_of("again", 100, 8, first=3000))
+    assert await found.settled()
+    sent = [event for trace, _ in answers for event in trace.events if event.verb == "remote_send"]
+    assert bool(sent) is (program != "data_parallel")
 
 
-def test_each_step_is_an_event_of_its_own() -> None:
-    async def main(found: Pair) -> None:
-        loop = asyncio.get_running_loop()
-        began, outputs, times = loop.time(), list[int](), list[float]()
-        async for output in found.clients[0].start_generate(request_of("s", 100, 20)):
-            outputs.append(len(output.token_ids))
-            times.append(loop.time() - began)
-        assert outputs == [1] * 20
-        # Not ahead of the profile; how late it is depends on the machine.
-        assert times[-1] >= 20 * 0.002 * 0.9
-
-    run(main)
+async def test_each_step_is_an_event_of_its_own(found: Pair) -> None:
+    loop = asyncio.get_running_loop()
+    began, outputs, times = loop.time(), list[int](), list[float]()
+    async for output in found.clients[0].start_generate(request_of("s", 100, 20)):
+        outputs.append(len(output.token_ids))
+        times.append(loop.time() - began)
+    assert outputs == [1] * 20
+    # Not ahead of the profile; how late it is depends on the machine.
+    assert times[-1] >= 20 * 0.002 * 0.9
 
 
 @in_virtual_time
@@ -142,90 +134,70 @@ async def test_delays_of_the_machine_do_not_add_up() -> None:
     assert engine.counters.busy == pytest.approx(1.0)
 
 
-def test_received_kv_is_used_and_counted() -> None:
-    async def main(found: Pair) -> None:
-        prefill, decode = found.clients
-        request = request_of("s", 100, 5)
-        async with decode.prep_recv(request) as reservation:
-            sent = await prefill.remote_send(request, reservation, 0, sample=True)
-            assert sent.first is not None
-            outputs = [item async for item in decode.start_generate(request, 100, sent.first.token_ids)]
-        assert outputs[0].usage is not None
-        assert (outputs[0].usage.received, outputs[0].usage.computed) == (100, 1)
-        status = await decode.status()
-        assert (status.leases, status.running, status.free_blocks) == (0, 0, 1000)
-        assert found.inside[1].pool.cached == 104 // BLOCK
-        assert await found.settled()
-
-    run(main)
+async def test_received_kv_is_used_and_counted(found: Pair) -> None:
+    prefill, decode = found.clients
+    request = request_of("s", 100, 5)
+    async with decode.prep_recv(request) as reservation:
+        sent = await prefill.remote_send(request, reservation, 0, sample=True)
+        assert sent.first is not None
+        outputs = [item async for item in decode.start_generate(request, 100, sent.first.token_ids)]
+    assert outputs[0].usage is not None
+    assert (outputs[0].usage.received, outputs[0].usage.computed) == (100, 1)
+    status = await decode.status()
+    assert (status.leases, status.running, status.free_blocks) == (0, 0, 1000)
+    assert found.inside[1].pool.cached == 104 // BLOCK
+    assert await found.settled()
 
 
 @pytest.mark.parametrize("page", [{"origin": "http://evil.example"}, {"host": "evil.example"}])
-def test_without_a_secret_no_page_calls_a_verb(page: dict[str, str]) -> None:
-    async def main(found: Pair) -> None:
-        url = f"{found.clients[0].url}/tercet/v1"
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{url}/abort", json={"seq_id": "s"}, headers=page) as answer,
-        ):
-            assert answer.status == 403
-
-    run(main)
+async def test_without_a_secret_no_page_calls_a_verb(page: dict[str, str], found: Pair) -> None:
+    url = f"{found.clients[0].url}/tercet/v1"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/abort", json={"seq_id": "s"}, headers=page) as answer,
+    ):
+        assert answer.status == 403
 
 
 @pytest.mark.parametrize("secret", ["s3cret", "s3cret before"])
-def test_a_fleet_with_a_secret_serves_its_members_alone(secret: str) -> None:
-    async def main() -> None:
-        async with pair(secret=secret) as found:
-            prefill, decode = found.clients
-            request = request_of("s", 100, 5)
-            async with decode.prep_recv(request) as reservation:
-                await prefill.remote_send(request, reservation, 0)  # which has one engine call the other
-                outputs = [item async for item in decode.start_generate(request, 99)]
-            assert outputs[0].usage is not None
-            assert outputs[0].usage.received == 99
-            delivery = {"lease": "l", "begin": 0, "content": None}
-            async with aiohttp.ClientSession() as session:
-                for verb in (
-                    "prep_recv",
-                    "remote_send",
-                    "start_generate",
-                    "abort",
-                    "release",
-                    "connect",
-                    "sim/deliver",
-                ):
-                    for shown in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer "}):
-                        url = f"{decode.url}/tercet/v1/{verb}"
-                        async with session.post(url, json=delivery, headers=shown) as answer:
-                            assert answer.status == 401, verb
-                for path, status in (("status", 401), ("sequences", 401)):
-                    async with session.get(f"{decode.url}/tercet/v1/{path}") as answer:
-                        assert answer.status == status
-                for each in secret.split():
-                    shown = {"authorization": f"Bearer {each}"}
-                    async with session.get(f"{decode.url}/tercet/v1/status", headers=shown) as answer:
-                        assert answer.status == 200
-            assert await found.settled()
-
-    asyncio.run(main())
+async def test_a_fleet_with_a_secret_serves_its_members_alone(secret: str) -> None:
+    async with pair(secret=secret) as found:
+        prefill, decode = found.clients
+        request = request_of("s", 100, 5)
+        async with decode.prep_recv(request) as reservation:
+            await prefill.remote_send(request, reservation, 0)  # which has one engine call the other
+            outputs = [item async for item in decode.start_generate(request, 99)]
+        assert outputs[0].usage is not None
+        assert outputs[0].usage.received == 99
+        delivery = {"lease": "l", "begin": 0, "content": None}
+        async with aiohttp.ClientSession() as session:
+            for verb in ("prep_recv", "remote_send", "start_generate", "abort", "release", "connect", "sim/deliver"):
+                for shown in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer "}):
+                    url = f"{decode.url}/tercet/v1/{verb}"
+                    async with session.post(url, json=delivery, headers=shown) as answer:
+                        assert answer.status == 401, verb
+            for path, status in (("status", 401), ("sequences", 401)):
+                async with session.get(f"{decode.url}/tercet/v1/{path}") as answer:
+                    assert answer.status == status
+            for each in secret.split():
+                shown = {"authorization": f"Bearer {each}"}
+                async with session.get(f"{decode.url}/tercet/v1/status", headers=shown) as answer:
+                    assert answer.status == 200
+        assert await found.settled()
 
 
-def test_a_receiver_with_another_secret_ends_the_send() -> None:
+async def test_a_receiver_with_another_secret_ends_the_send() -> None:
     """It answers each proof with a new challenge, which the sender must not follow for ever."""
 
-    async def main() -> None:
-        async with pair(secret="ours") as ours, pair(secret="theirs") as theirs, asyncio.timeout(LONGEST_WAIT_S):
-            request = request_of("s", 100, 5)
-            async with theirs.clients[1].prep_recv(request) as reservation:
-                with pytest.raises(TransferFailed, match="401"):
-                    await ours.clients[0].remote_send(request, reservation, 0)
-
-    asyncio.run(main())
+    async with pair(secret="ours") as ours, pair(secret="theirs") as theirs, asyncio.timeout(LONGEST_WAIT_S):
+        request = request_of("s", 100, 5)
+        async with theirs.clients[1].prep_recv(request) as reservation:
+            with pytest.raises(TransferFailed, match="401"):
+                await ours.clients[0].remote_send(request, reservation, 0)
 
 
-def test_errors_cross_the_wire_with_their_kind() -> None:
-    async def main(found: Pair) -> None:
+async def test_errors_cross_the_wire_with_their_kind() -> None:
+    async with pair(blocks=10) as found:
         prefill, decode = found.clients
         with pytest.raises(BadRequest, match="max_tokens"):
             await tokens_of(prefill, request_of("s", 100, 0))
@@ -249,36 +221,31 @@ def test_errors_cross_the_wire_with_their_kind() -> None:
                 await prefill.remote_send(request_of("t", 60), Reservation(nobody, 0), 0)
         assert await found.settled()
 
-    run(main, blocks=10)
+
+async def test_a_call_for_another_start_of_the_engine_is_refused(found: Pair) -> None:
+    status = await found.clients[0].status()
+    url = f"{found.clients[0].url}{API_PREFIX}"
+    assert status.incarnation == found.inside[0].incarnation
+    assert status.incarnation != (await found.clients[1].status()).incarnation
+    async with aiohttp.ClientSession() as session:
+        reserve = {"prompt": [1, 2, 3], "seq_id": "s"}
+        for verb, call in (("prep_recv", reserve), ("abort", {"seq_id": "s"}), ("status", None)):
+            method = "GET" if call is None else "POST"
+            for named, expected in (("another", 409), (status.incarnation, 200)):
+                headers = {INCARNATION_HEADER: named}
+                async with session.request(method, f"{url}/{verb}", json=call, headers=headers) as answer:
+                    body = await answer.json()
+                    assert answer.status == expected, (verb, body)
+                    if expected == 409:
+                        assert (body["error"]["param"], body["error"]["code"]) == (INCARNATION_HEADER, "conflict")
+                        assert is_empty(found.inside[0]) == (verb != "abort")  # which was refused, too
+    assert await found.settled()
 
 
-def test_a_call_for_another_start_of_the_engine_is_refused() -> None:
-    async def main(found: Pair) -> None:
-        status = await found.clients[0].status()
-        url = f"{found.clients[0].url}{API_PREFIX}"
-        assert status.incarnation == found.inside[0].incarnation
-        assert status.incarnation != (await found.clients[1].status()).incarnation
-        async with aiohttp.ClientSession() as session:
-            reserve = {"prompt": [1, 2, 3], "seq_id": "s"}
-            for verb, call in (("prep_recv", reserve), ("abort", {"seq_id": "s"}), ("status", None)):
-                method = "GET" if call is None else "POST"
-                for named, expected in (("another", 409), (status.incarnation, 200)):
-                    headers = {INCARNATION_HEADER: named}
-                    async with session.request(method, f"{url}/{verb}", json=call, headers=headers) as answer:
-                        body = await answer.json()
-                        assert answer.status == expected, (verb, body)
-                        if expected == 409:
-                            assert (body["error"]["param"], body["error"]["code"]) == (INCARNATION_HEADER, "conflict")
-                            assert is_empty(found.inside[0]) == (verb != "abort")  # which was refused, too
-        assert await found.settled()
-
-    run(main)
-
-
-def test_a_client_that_goes_away_gives_everything_back() -> None:
+async def test_a_client_that_goes_away_gives_everything_back() -> None:
     slow = StepTimes(knots=((1, 0.02), (1001, 1.0)), pair=0.0, context=0.0)
 
-    async def main(found: Pair) -> None:
+    async with pair(slow) as found:
         prefill, decode = found.clients
         stream = decode.start_generate(request_of("a", 50, 10_000))
         await anext(stream)
@@ -293,80 +260,69 @@ def test_a_client_that_goes_away_gives_everything_back() -> None:
             await asyncio.wait({sending})
         assert await found.settled()
 
-    run(main, slow)
+
+async def test_abort_and_release(found: Pair) -> None:
+    engine = found.clients[0]
+    async with aclosing(engine.start_generate(request_of("a", 50, 10_000))) as stream:
+        await anext(stream)
+        await abort(engine, "a")
+        reasons = [output.finish_reason async for output in stream]
+    assert reasons[-1] == "abort"
+    with pytest.raises(UnknownSequence):
+        await found.inside[0].release("none")
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{engine.url}/tercet/v1/abort", json={"seq_id": "a"}) as response,
+    ):
+        assert await response.json() == {"aborted": False}
+    assert await found.settled()
 
 
-def test_abort_and_release() -> None:
-    async def main(found: Pair) -> None:
-        engine = found.clients[0]
-        async with aclosing(engine.start_generate(request_of("a", 50, 10_000))) as stream:
-            await anext(stream)
-            await abort(engine, "a")
-            reasons = [output.finish_reason async for output in stream]
-        assert reasons[-1] == "abort"
-        with pytest.raises(UnknownSequence):
-            await found.inside[0].release("none")
-        async with (
-            aiohttp.ClientSession() as http,
-            http.post(f"{engine.url}/tercet/v1/abort", json={"seq_id": "a"}) as response,
-        ):
-            assert await response.json() == {"aborted": False}
-        assert await found.settled()
-
-    run(main)
-
-
-def test_as_an_openai_server() -> None:
-    async def main(found: Pair) -> None:
-        url = found.clients[0].url
-        async with aiohttp.ClientSession() as http:
-            async with http.get(f"{url}/v1/models") as response:
-                assert (await response.json())["data"][0]["id"] == "m"
-            body = {"model": "m", "prompt": "four words are here", "max_tokens": 3, "temperature": 0}
-            async with http.post(f"{url}/v1/completions", json=body) as response:
-                whole = await response.json()
-            assert whole["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
-            assert whole["choices"][0]["finish_reason"] == "length"
-            asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-            async with http.post(f"{url}/v1/completions", json=asked) as response:
-                events = [line[6:] for line in (await response.read()).splitlines() if line]
-            *chunks, usage, done = events
-            assert done == b"[DONE]"
-            assert msgspec.json.decode(usage)["usage"]["completion_tokens"] == 3
-            texts = [msgspec.json.decode(chunk)["choices"][0]["text"] for chunk in chunks]
-            assert "".join(texts) == whole["choices"][0]["text"]
-            for wrong, status in (({"model": "other"}, 400), ({"logprobs": 1}, 400), ({"max_tokens": 0}, 400)):
-                async with http.post(f"{url}/v1/completions", json={**body, **wrong}) as response:
-                    assert response.status == status
-                    assert "error" in await response.json()
-            async with http.get(f"{url}/metrics") as response:
-                assert 'vllm:num_requests_running{model_name="m"} 0.0' in await response.text()
-
-    run(main)
+async def test_as_an_openai_server(found: Pair) -> None:
+    url = found.clients[0].url
+    async with aiohttp.ClientSession() as http:
+        async with http.get(f"{url}/v1/models") as response:
+            assert (await response.json())["data"][0]["id"] == "m"
+        body = {"model": "m", "prompt": "four words are here", "max_tokens": 3, "temperature": 0}
+        async with http.post(f"{url}/v1/completions", json=body) as response:
+            whole = await response.json()
+        assert whole["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+        assert whole["choices"][0]["finish_reason"] == "length"
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with http.post(f"{url}/v1/completions", json=asked) as response:
+            events = [line[6:] for line in (await response.read()).splitlines() if line]
+        *chunks, usage, done = events
+        assert done == b"[DONE]"
+        assert msgspec.json.decode(usage)["usage"]["completion_tokens"] == 3
+        texts = [msgspec.json.decode(chunk)["choices"][0]["text"] for chunk in chunks]
+        assert "".join(texts) == whole["choices"][0]["text"]
+        for wrong, status in (({"model": "other"}, 400), ({"logprobs": 1}, 400), ({"max_tokens": 0}, 400)):
+            async with http.post(f"{url}/v1/completions", json={**body, **wrong}) as response:
+                assert response.status == status
+                assert "error" in await response.json()
+        async with http.get(f"{url}/metrics") as response:
+            assert 'vllm:num_requests_running{model_name="m"} 0.0' in await response.text()
 
 
 @pytest.mark.parametrize(("allowed", "status"), [("", 403), ("1", 200)])
-def test_traces_are_for_the_fleet_unless_a_variable_allows_them(
+async def test_traces_are_for_the_fleet_unless_a_variable_allows_them(
     monkeypatch: pytest.MonkeyPatch, allowed: str, status: int
 ) -> None:
     monkeypatch.setenv("TERCET_CLIENT_TRACES", allowed)
 
-    async def main() -> None:
-        (port,) = free_ports("127.0.0.1", 1)
-        url = url_of("127.0.0.1", port)
-        config = ServerConfig(name="a", profile=profile_of(), port=port, url=url, model="m", secret="s" * 32)
-        body = {"model": "m", "prompt": "four words are here", "max_tokens": 3}
-        async with serving(config), aiohttp.ClientSession() as http:
-            for headers, expected in (
-                ({}, 200), ({"x-tercet-trace": "true"}, status), ({"x-tercet-trace": "1"}, status),
-                ({"x-tercet-trace": "1", "authorization": "Bearer " + "s" * 32}, 200), ({"x-tercet-trace": "x"}, 400),
-            ):  # fmt: skip
-                async with http.post(f"{url}/v1/completions", json=body, headers=headers) as response:
-                    assert response.status == expected, headers
-                    answer = await response.json()
-                assert ("tercet" in answer) == (expected == 200 and bool(headers))
-
-    asyncio.run(main())
+    (port,) = free_ports("127.0.0.1", 1)
+    url = url_of("127.0.0.1", port)
+    config = ServerConfig(name="a", profile=profile_of(), port=port, url=url, model="m", secret="s" * 32)
+    body = {"model": "m", "prompt": "four words are here", "max_tokens": 3}
+    async with serving(config), aiohttp.ClientSession() as http:
+        for headers, expected in (
+            ({}, 200), ({"x-tercet-trace": "true"}, status), ({"x-tercet-trace": "1"}, status),
+            ({"x-tercet-trace": "1", "authorization": "Bearer " + "s" * 32}, 200), ({"x-tercet-trace": "x"}, 400),
+        ):  # fmt: skip
+            async with http.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+                assert response.status == expected, headers
+                answer = await response.json()
+            assert ("tercet" in answer) == (expected == 200 and bool(headers))
 
 
 def test_no_engine_library_is_loaded() -> None:
@@ -384,36 +340,31 @@ def test_streams_are_woken_for_each_token_unless_told_otherwise() -> None:
     assert config.options == EngineOptions(stream_every=1)
 
 
-def test_an_engine_reports_what_it_generates_and_for_whom(way: str) -> None:
-    async def main(found: Pair) -> None:
-        engine = found.clients[0]
-        async with aclosing(engine.start_generate(request_of("s", 100, 5000))) as outputs:
-            seen = 0
-            while seen < 20:
-                seen += len((await anext(outputs)).token_ids)
-            (report,) = await engine.sequences()
-            assert report.seq_id == "s"
-            assert report.running
-            assert report.tokens >= 100 + seen
-            assert report.blocks >= -(-(100 + seen - 1) // BLOCK)
-            assert report.age > 0
-            assert bool(report.router) is (way == "token stream")
-        assert await found.settled()
-        assert await engine.sequences() == []
-
-    run(main)
+async def test_an_engine_reports_what_it_generates_and_for_whom(way: str, found: Pair) -> None:
+    engine = found.clients[0]
+    async with aclosing(engine.start_generate(request_of("s", 100, 5000))) as outputs:
+        seen = 0
+        while seen < 20:
+            seen += len((await anext(outputs)).token_ids)
+        (report,) = await engine.sequences()
+        assert report.seq_id == "s"
+        assert report.running
+        assert report.tokens >= 100 + seen
+        assert report.blocks >= -(-(100 + seen - 1) // BLOCK)
+        assert report.age > 0
+        assert bool(report.router) is (way == "token stream")
+    assert await found.settled()
+    assert await engine.sequences() == []
 
 
-def test_a_simulated_engine_logs_calls_and_generations_as_a_real_one(caplog: pytest.LogCaptureFixture) -> None:
-    async def main(found: Pair) -> None:
+async def test_a_simulated_engine_logs_calls_and_generations_as_a_real_one(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tercet.access")
+    async with pair() as served:
         request = request_of("s", 100, 4)
         with lines_of_request("mine"):
-            async for _ in outputs_of(load_program("disaggregated")(request, FleetView(found.fleet, Trace()))):
+            async for _ in outputs_of(load_program("disaggregated")(request, FleetView(served.fleet, Trace()))):
                 pass
-        assert await found.settled()
-
-    caplog.set_level("INFO", "tercet.access")
-    run(main)
+        assert await served.settled()
     found = [getattr(record, "tercet_fields") for record in caplog.records]  # noqa: B009
     said = {each["verb"]: each for each in found}
     assert set(said) == {"prep_recv", "remote_send", "start_generate"}
