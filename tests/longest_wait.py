@@ -15,16 +15,16 @@ A test whose subject is an early end sets the timeout that would end it anyway t
 """
 
 
-async def until(condition: Callable[[], object], seconds: float = LONGEST_WAIT_S) -> None:
-    """Return once the condition is true, or what it lets one await."""
+async def until(condition: Callable[[], object], seconds: float = LONGEST_WAIT_S, every: float = 0.005) -> None:
+    """Return once the condition is true, or what it lets one await; it is asked again after ``every`` seconds."""
     async with asyncio.timeout(seconds):
         while not (await found if isawaitable(found := condition()) else found):
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(every)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = LONGEST_WAIT_S) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = LONGEST_WAIT_S, every: float = 0.01) -> None:
     """Block until the condition is true."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"it has not come about in {seconds} s"
-        time.sleep(0.01)
+        time.sleep(every)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from functools import partial
 
 import psutil
 import pytest
 
 from tercet.wire.client import HttpEngine
 from tercet_checks.chaos.chaos_report import ProcessKind
+from tests import longest_wait
 from tests.long_runs import in_full
 
 from .client_streams import BODIES, Answer, Readers, read, read_all
@@ -34,10 +35,7 @@ def calm(breakable: Fleet) -> list[Answer]:
     return asyncio.run(read_all(breakable.url))
 
 
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not true():
-            await asyncio.sleep(0.2)
+until = partial(longest_wait.until, seconds=SECONDS, every=0.2)
 
 
 async def all_is_back(fleet: Fleet, *names: str) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from tests.long_runs import in_full
+from tests.longest_wait import until
 
 from .client_streams import said_by
 from .commands import SECONDS, counted, generating, tercet_process
@@ -174,9 +175,7 @@ async def test_kv_of_a_client_that_leaves_is_kept_for_its_lease_at_most(pair: Pa
     done = prefilled(pair.prefill)
     with stopped(processes_of(pair.decode)):
         asking = asyncio.create_task(asked(pair.sidecar, completion(3), pair.headers))
-        async with asyncio.timeout(SECONDS):
-            while prefilled(pair.prefill) == done:
-                await asyncio.sleep(0.1)
+        await until(lambda: prefilled(pair.prefill) != done, SECONDS, every=0.1)
         asking.cancel()
         await asyncio.wait({asking})
     await unpinned(pair.prefill)
@@ -301,9 +300,7 @@ async def test_an_engine_is_killed_with_kv_that_others_were_to_fetch(
         done = prefilled(pair.prefill)
         with stopped(processes_of(pair.decode)):
             asking = [asyncio.create_task(asked(pair.sidecar, body, pair.headers)) for body in bodies]
-            async with asyncio.timeout(SECONDS):
-                while prefilled(pair.prefill) < done + 2:
-                    await asyncio.sleep(0.05)
+            await until(lambda: prefilled(pair.prefill) >= done + 2, SECONDS, every=0.05)
             send_signal(processes_of(pair.prefill), signal.SIGKILL)
         async with asyncio.timeout(SECONDS):
             told = await asyncio.gather(*asking)

@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ import pytest
 
 from tercet.settings.process_settings import COLD, WARM_PARENT_VARIABLE
 from tests.long_runs import in_full
+from tests.longest_wait import wait_until
 from tests.small_llama import small_llama
 
 from .conftest import START_SECONDS, answers, free_port
@@ -57,11 +58,7 @@ def one_engine(tmp: Path, warm: str | None) -> Generator[str]:
         shutil.rmtree(sockets, ignore_errors=True)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+until = partial(wait_until, seconds=START_SECONDS, every=0.1)
 
 
 def warm_parent_of(url: str, tmp: Path) -> psutil.Process | None:

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tercet.programs import load_program, outputs_of
 from tercet.protocol import Request, TercetError, Usage
 from tercet.store.disk import HEAD, FileHeader
 from tercet.wire.client import HttpEngine
+from tests.longest_wait import until
 from tests.warm import MODEL, start_guarded
 
 from .conftest import START_SECONDS, Fleet, answers, free_port, get_json, router_over, settled
@@ -104,13 +105,6 @@ async def keep(engine: HttpEngine, store: HttpEngine, prompt: list[int], salt: s
     request = request_of(prompt, salt)
     async with store.prep_recv(request) as space:
         return (await engine.remote_send(request, space, space.matched_len, cached_only=True)).end
-
-
-async def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
 
 
 async def test_kv_outlives_its_engine_and_the_stores_process_and_damage_is_computed_again(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from tercet.fleet import Member
 from tercet.fleet.membership import connecting
 from tercet.protocol import BadRequest, Engine, EngineStatus, EngineUnreachable, Output, Request
 from tercet.wire.client import HttpEngine, StreamListener
+from tests import longest_wait
 from tests.abort import abort
 
 from .conftest import Fleet, settled
@@ -37,10 +38,7 @@ def tokens_of(outputs: list[Output]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not true():
-            await asyncio.sleep(0.05)
+until = partial(longest_wait.until, seconds=SECONDS)
 
 
 @dataclass

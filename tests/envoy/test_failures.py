@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +14,7 @@ from yarl import URL
 
 from tercet.cluster.ports import free_ports
 from tercet.protocol.headers import CONTROL_HEADERS as CONTROL
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 from tests.servers import served
 from tests.unit.wire.client.certificates import Authority
 
@@ -33,12 +32,6 @@ async def start(world: Gateway, engines: int = 2, **envoy: Any) -> None:
     await world.start_picker("--stuck-after=2")
     await world.start_envoy(**envoy)
     await world.until_ready(engines)
-
-
-async def until(holds: Callable[[], Any], seconds: float = LONGEST_WAIT_S) -> None:
-    async with asyncio.timeout(seconds):
-        while not await holds():
-            await asyncio.sleep(0.1)
 
 
 async def test_an_engine_dies_before_its_answer_begins(world: Gateway) -> None:

@@ -23,7 +23,7 @@ from tercet_lab.bench.results import command_line, machine, summarize, versions
 from tercet_lab.bench.workloads import Conversation, ConversationTurn
 from tercet_lab.bench.workloads.conversations import HashedWords
 from tercet_lab.tables import RequestRow
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 from tests.unit.bench.openai_server import MODEL, FakeServer
 
 WORDS = HashedWords()
@@ -219,19 +219,13 @@ def test_a_line_has_the_live_numbers() -> None:
     assert re.fullmatch(r"dp: 2/10, 2 in flight, 1 failed, \d+ tokens/s, \d+ s", seen.line())
 
 
-async def until(out: io.StringIO, text: str) -> None:
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while text not in out.getvalue():
-            await asyncio.sleep(0.005)
-
-
 async def test_a_terminal_has_a_line_that_is_rewritten_and_goes_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "TERMINAL_SECONDS", 0.01)
     out = Terminal()
     async with LiveProgress("dp", 2, out) as seen:
         seen(None)
         seen(record(0))
-        await until(out, "\r\x1b[Kdp: 1/2")
+        await until(lambda: "\r\x1b[Kdp: 1/2" in out.getvalue())
     assert "\n" not in out.getvalue()
     assert out.getvalue().endswith("\r\x1b[K")
 
@@ -240,7 +234,7 @@ async def test_a_file_has_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "PLAIN_SECONDS", 0.01)
     out = io.StringIO()
     async with LiveProgress("dp", 2, out):
-        await until(out, "dp: 0/2")
+        await until(lambda: "dp: 0/2" in out.getvalue())
     assert "\x1b" not in out.getvalue()
 
 

@@ -20,7 +20,7 @@ import pytest
 from tercet.cluster import guard
 from tercet.cluster.child_process import READ_LATE, ROUTER, can_fork, early_differences, listening_for_guards
 from tercet.cluster.guard import Forked
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, wait_until
 
 pytestmark = pytest.mark.processes
 # Its children run the code of `python -c CODE`, with the output and the variables that were asked for.
@@ -97,10 +97,7 @@ class Run:
             return False
 
     def until_empty(self) -> None:
-        deadline = time.monotonic() + LONGEST_WAIT_S
-        while self.members():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not self.members())
 
     def ends(self) -> int:
         with self.guard:
@@ -236,10 +233,7 @@ def test_a_warm_parent_that_does_not_answer_is_not_waited_for_without_end(
     with listening_for_guards() as (address, _):
         forked = Forked(str(address), [sys.executable, "-c", f"open({str(written)!r}, 'w')"])
         assert forked.timeout() == 0.0
-        deadline = time.monotonic() + LONGEST_WAIT_S
-        while forked.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: forked.poll() is not None)
     assert forked.poll() == 0
     assert written.exists()
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import aiohttp
 import msgspec
+
+from tests import longest_wait
 
 SECONDS = 240
 
@@ -62,7 +65,4 @@ async def streams(url: str, clients: int) -> AsyncGenerator[Streams]:
         reading.over = True
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0.02)
+until = partial(longest_wait.until, seconds=SECONDS, every=0.02)

@@ -14,7 +14,7 @@ from tercet.fleet.engine_health import Liveness, Stuck
 from tercet.fleet.members import Member
 from tercet.fleet.membership import Membership
 from tercet.protocol import Engine, EngineStatus, EngineUnreachable
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 from tests.unit.fleet.test_calls_in_flight import REQUEST, Frozen, view_of
 
 EVERY = 0.5
@@ -147,12 +147,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def watched(*engines: Engine) -> tuple[EngineFleet, Membership]:
     fleet = EngineFleet([Member(e.name, "", "both", e) for e in engines], stuck_after_s=0.3)
     return fleet, Membership(fleet, lambda *_: pytest.fail("nobody joins"))
-
-
-async def until(holds: object, *args: object) -> None:
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not holds(*args):  # type: ignore[operator]
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.slow

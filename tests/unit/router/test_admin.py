@@ -16,7 +16,7 @@ from tercet.protocol import EngineUnreachable, Saturated
 from tercet.protocol.wire import API_PREFIX
 from tercet.router import admin
 from tercet.router.admin.admin_routes import TercetRoute
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 
 from .conftest import Engine, LiveRouter
 
@@ -94,9 +94,7 @@ async def test_an_engine_joins_serves_and_leaves(router: LiveRouter) -> None:
         assert (await client.delete("/engines/late")).status_code == 200
         assert [engine["name"] for engine in (await client.get("/engines")).json()] == ["p", "d"]
         await router.has_everything_back()
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while not late.closed:
-                await asyncio.sleep(0)
+        await until(lambda: late.closed)
 
 
 async def test_a_removed_engine_finishes_and_is_closed_then(router: LiveRouter) -> None:

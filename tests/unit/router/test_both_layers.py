@@ -301,9 +301,7 @@ async def test_a_request_that_takes_too_long(house: House, monkeypatch: pytest.M
 async def test_a_saturated_fleet(house: House) -> None:
     house.engines["d"].pause.clear()
     others = [asyncio.create_task(post(house, COMPLETIONS, {**BODY, "prompt": PROMPT[:40]})) for _ in range(2)]
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while house.fleet.member("d").in_flight < 2:
-            await asyncio.sleep(0)
+    await until(lambda: house.fleet.member("d").in_flight >= 2)
     refused = await post(house, COMPLETIONS, BODY)
     assert (refused.status_code, error_of(refused)["code"]) == (429, "saturated")
     assert int(refused.headers["retry-after"]) >= 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tercet.cluster.ports import free_ports
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, wait_until
 from tests.simulated_processes import MODEL, PROFILE, ask, running
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600), pytest.mark.usefixtures("forked")]
@@ -63,10 +63,7 @@ def test_it_serves_by_the_others_and_takes_the_dead_one_when_it_is_there(tmp_pat
             "e0": True, "e1": False, "e2": False,
         }  # fmt: skip
         engine(stack, tmp_path, "e1", dead)
-        deadline = time.monotonic() + LONGEST_WAIT_S
-        while not ask(f"{url}/tercet/v1/engines")[1]["reachable"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: ask(f"{url}/tercet/v1/engines")[1]["reachable"], every=0.05)
 
 
 def test_while_none_answers_the_port_says_so(tmp_path: Path) -> None:

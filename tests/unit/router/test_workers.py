@@ -10,11 +10,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from tercet.cluster.ports import free_ports
 from tercet.settings.process_settings import COLD, WARM_PARENT_VARIABLE
 from tercet_lab.sim import load_profile
 from tercet_lab.sim.sim_server import ServerConfig, serving
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, wait_until
 from tests.warm import start_guarded, warm_parent
 
 pytestmark = pytest.mark.processes
@@ -74,11 +74,7 @@ def serves(router: LiveRouter, workers: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+until = partial(wait_until, seconds=WAIT_SECONDS, every=0.2)
 
 
 def children(pid: int) -> set[int]:

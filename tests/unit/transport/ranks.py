@@ -12,9 +12,9 @@ import secrets
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,6 +30,7 @@ from tercet.transport import (
     TransportSettings,
 )
 from tercet.transport.sockets import parse_address
+from tests.longest_wait import wait_until
 from tests.unit.transport.models import a_grant, whose
 
 FINGERPRINT = "ranks"
@@ -96,12 +97,8 @@ def rank(
         region.close()
 
 
-def settle(condition: Callable[[], object]) -> None:
-    """Wait until something holds that nobody reports."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
+settle = partial(wait_until, seconds=SECONDS)
+"""Wait until something holds that nobody reports."""
 
 
 def new_lease(end: int = TOKENS) -> str:

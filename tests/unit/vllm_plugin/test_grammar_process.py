@@ -15,7 +15,7 @@ import torch
 
 from tercet.vllm_plugin.core import grammar_process
 from tercet.vllm_plugin.core.grammar_process import NO_TEXT, TOO_SLOW, GrammarProcess, TryJob, TryOutcome
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.vllm, pytest.mark.slow]
 
@@ -113,10 +113,7 @@ def test_each_end_of_a_try(
         assert attempt(process, text, 0.5 if text == "spin" else 30.0) == (outcome, why)
     assert attempt(process, "fine") == (TryOutcome.FINE, "")
     (only,) = [each for each in children() if each.pid == process.pid]
-    until = time.monotonic() + LONGEST_WAIT_S
-    while any(each.status() != psutil.STATUS_ZOMBIE for each in only.children()):
-        assert time.monotonic() < until, "a try is still running"
-        time.sleep(0.01)
+    wait_until(lambda: all(each.status() == psutil.STATUS_ZOMBIE for each in only.children()))
 
 
 def test_without_a_backend_nothing_is_fine(process: GrammarProcess) -> None:
@@ -153,10 +150,8 @@ def test_it_ends_with_the_core(process: GrammarProcess) -> None:
         attempt(inner, "fine")
         while True:
             signal.pause()
-    until = time.monotonic() + LONGEST_WAIT_S
-    while not (below := psutil.Process(core).children()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: psutil.Process(core).children())
+    below = psutil.Process(core).children()
     os.kill(core, signal.SIGKILL)
     os.waitpid(core, 0)
     psutil.wait_procs(below, LONGEST_WAIT_S)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from tercet.cluster.engine_command import PLAIN_SERVER, WITH_ONE_IMPORT, EngineSpec, engine_argv, plain_argv
 from tercet.vllm_plugin.start import server
 from tercet.vllm_plugin.start.server import read_once
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -52,10 +51,7 @@ def test_a_core_that_dies_is_noticed_while_its_worker_hangs() -> None:
 def test_those_that_nobody_needs_end_with_the_process_that_they_stand_by_for() -> None:
     waiting = run("unused")
     assert len(waiting) == 2
-    deadline = time.monotonic() + LONGEST_WAIT_S
-    while any(psutil.pid_exists(pid) for pid in waiting) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not [pid for pid in waiting if psutil.pid_exists(pid)]
+    wait_until(lambda: not [pid for pid in waiting if psutil.pid_exists(pid)])
 
 
 def test_each_of_several_workers_ends_alone() -> None:

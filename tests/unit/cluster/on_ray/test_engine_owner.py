@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,16 +13,10 @@ from tercet.cluster.engine_command import EngineSpec
 from tercet.cluster.model import resolve_tokenizer
 from tercet_ray import fleet_keeper
 from tercet_ray.fleet_keeper import EngineOwner, OwnerReport, WantedEngine
+from tests.longest_wait import wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
-SECONDS = 200
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+until = partial(wait_until, seconds=200, every=0.05)
 
 
 def servers_at(url: str) -> list[psutil.Process]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tercet.cluster.model import resolve_model, resolve_tokenizer
 from tercet.cluster.up_config import UpConfig
 from tercet.fleet.discovery import RosterEntry
 from tercet_ray.ray_fleet import RayFleet, ray_fleet
+from tests import longest_wait
 from tests.unit.cluster.whole_streams import read_whole
 
 from .ray_cluster import Node, RayCluster, ray_cluster
@@ -99,10 +101,7 @@ class World:
             streams.over = True
 
 
-async def until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.1)
+until = partial(longest_wait.until, seconds=SECONDS, every=0.1)
 
 
 def engines(place: Path) -> list[psutil.Process]:

@@ -10,8 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from tercet.cli.up import JOB_VARIABLE
+from tests import longest_wait
 from tests.long_runs import in_full
 from tests.unit.cluster.whole_streams import read_whole
 
@@ -50,10 +52,7 @@ def marked(mark: Path) -> list[psutil.Process]:
     return found
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0.05)
+until = partial(longest_wait.until, seconds=SECONDS, every=0.05)
 
 
 def url_in(said: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import urllib.error
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tercet.cluster.ports import free_ports
+from tests.longest_wait import wait_until
 from tests.simulated_processes import PROFILE, ask, running, wait_for
 from tests.unit.gateway.model_router.two_models import STRIDES, Answers, checkpoint
 
@@ -44,10 +44,7 @@ def two_models(folder: Path) -> Generator[tuple[str, dict[str, str], Answers]]:
 
 def test_each_request_is_tokenized_and_served_by_its_own_model(tmp_path: Path) -> None:
     with two_models(tmp_path) as (url, urls, answers):
-        deadline = time.monotonic() + 60
-        while [each["id"] for each in ask(f"{url}/v1/models")["data"]] != ["a", "b"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: [each["id"] for each in ask(f"{url}/v1/models")["data"]] == ["a", "b"], every=0.1)
 
         def completed(number: int) -> None:
             model, prompt = "ab"[number % 2], f"w{number} w7 w8"

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from tercet.wire.serving import client_connection
 from tercet.wire.serving.client_connection import ClientConnection, StreamingProtocol
-from tests.longest_wait import LONGEST_WAIT_S, wait_until
+from tests.longest_wait import LONGEST_WAIT_S, until, wait_until
 
 from .conftest import MODEL, LiveRouters, Step
 
@@ -256,7 +256,5 @@ async def test_whoever_writes_to_a_client_that_does_not_read_is_freed(
         protocol.resume_writing()
         await asyncio.sleep(0.2)
     else:
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while not transport.aborted:
-                await asyncio.sleep(0.01)
+        await until(lambda: transport.aborted)
     assert transport.aborted is not reads

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.protocol import EngineError, Output, OutputStream
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 from tests.unit.fakes import stream_of
 
 
@@ -165,9 +165,7 @@ async def test_a_loop_that_is_left_early_ends_the_stream_by_itself() -> None:
     await asyncio.sleep(0)
     fed.stream.put(Output((1,)))
     await leaving
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not fed.produced:
-            await asyncio.sleep(0)
+    await until(lambda: fed.produced)
     assert len(fed.observer.ends) == 1
 
 
@@ -215,9 +213,8 @@ async def test_cancelled_in_any_turn(turns: int) -> None:
     consumer.cancel()
     await asyncio.wait([consumer])
     assert consumer.cancelled()
-    async with asyncio.timeout(LONGEST_WAIT_S):  # Python closes a generator that a loop left in a step of its own
-        while fed.producing or len(fed.observer.ends) < fed.observer.starts:
-            await asyncio.sleep(0)
+    # Python closes a generator that a loop left in a step of its own
+    await until(lambda: not (fed.producing or len(fed.observer.ends) < fed.observer.starts))
     assert len(fed.observer.ends) == fed.observer.starts
 
 
