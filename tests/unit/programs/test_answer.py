@@ -13,6 +13,8 @@ from tercet.programs import Answer, outputs_of, run_program
 from tercet.protocol import EngineError, Output, OutputStream
 from tests.unit.fakes import stream_of
 
+from .cancelling import cancelled_after
+
 
 class Source:
     """Makes streams, and knows which of them are open."""
@@ -136,16 +138,7 @@ async def test_cancelled_at_every_await(source: Source, steps: int) -> None:
         finally:
             left.append(True)
 
-    async def run() -> None:
-        async with aclosing(outputs_of(program())) as outputs:
-            async for _ in outputs:
-                await asyncio.sleep(0)
-
-    task = asyncio.create_task(run())
-    for _ in range(steps):
-        await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.wait([task])
+    await cancelled_after(steps, lambda: outputs_of(program()))
     assert source.open == 0
     assert left or not steps  # a task that never ran has entered nothing
 

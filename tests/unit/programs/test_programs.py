@@ -4,10 +4,8 @@ for one request, and that they give back what they took wherever they stop.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import re
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from tercet_lab.sim import EngineOptions, Network, SimEngine, load_profile
 from tests.unit.fakes import FakeEngine
 from tests.virtual_time import in_virtual_time
 
+from .cancelling import cancelled_after
 from .conftest import Pair, fleet_of, request_of, run
 
 
@@ -97,16 +96,7 @@ def test_a_program_is_at_most_25_lines(name: str) -> None:
 async def test_cancelled_at_every_await_nothing_stays_taken(pair: Pair, name: str, steps: int) -> None:
     prefill, decode, fleet = pair
 
-    async def serve() -> None:
-        async with aclosing(outputs_of(load_program(name)(request_of(), FleetView(fleet)))) as outputs:
-            async for _ in outputs:
-                await asyncio.sleep(0)
-
-    task = asyncio.create_task(serve())
-    for _ in range(steps):
-        await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.wait({task})
+    await cancelled_after(steps, lambda: outputs_of(load_program(name)(request_of(), FleetView(fleet))))
     assert not decode.leases
     assert (prefill.running, decode.running) == (0, 0)
     assert [member.in_flight for member in fleet.members] == [0, 0]
@@ -344,17 +334,8 @@ async def test_a_pair_that_is_cancelled_at_any_await_gives_everything_back(
 ) -> None:
     prefill, decode, fleet = pair
     force(monkeypatch, split)
-
-    async def serve() -> None:
-        async with aclosing(BUILT_IN["auto"](LONG, FleetView(fleet))) as outputs:  # type: ignore[type-var]
-            async for _ in outputs:
-                await asyncio.sleep(0)
-
-    task = asyncio.create_task(serve())
-    for _ in range(steps):
-        await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.wait({task})
+    auto: Any = BUILT_IN["auto"]
+    await cancelled_after(steps, lambda: auto(LONG, FleetView(fleet)))
     assert_nothing_taken(prefill, decode, fleet)
 
 

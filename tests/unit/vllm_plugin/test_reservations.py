@@ -538,16 +538,21 @@ def test_of_fifty_requests_in_a_tiny_pool_none_starves(engine: TinyEngine) -> No
     assert begun == sorted(begun), "in the order of arrival"
 
 
+def both_halves_leased(engine: TinyEngine, blocks: int) -> list[Any]:
+    """Two requests for prompts of ``blocks``, of which a lease each holds the first half, filled."""
+    leased = list[tuple[Waits, list[int]]]()
+    for number in range(2):
+        tokens = tokens_of(blocks * BLOCK, start=500 * (number + 1))
+        waits = Waits(engine, f"{number:032x}", tokens[: blocks // 2 * BLOCK])
+        waits.open()
+        engine.agent.received[waits.lease] = blocks // 2 * BLOCK
+        leased.append((waits, tokens))
+    return [engine.add(waits.lease, tokens, max_tokens=2, lease=waits.lease) for waits, tokens in leased]
+
+
 def test_of_requests_that_wait_on_blocks_of_their_own_the_last_one_gives_way(engine: TinyEngine) -> None:
     """Each lease is for a part of a prompt, and the rest of none of them fits while the others hold theirs."""
-    requests = list[Any]()
-    for number in range(2):
-        tokens = tokens_of(24 * BLOCK, start=500 * (number + 1))
-        waits = Waits(engine, f"{number:032x}", tokens[: 12 * BLOCK])
-        waits.open()
-        engine.agent.received[waits.lease] = 12 * BLOCK
-        requests.append((waits, tokens))
-    first, second = (engine.add(waits.lease, tokens, max_tokens=2, lease=waits.lease) for waits, tokens in requests)
+    first, second = both_halves_leased(engine, 24)
     run_until(engine, first.is_finished)
     assert not second.is_finished()
     run_until(engine, second.is_finished)
@@ -556,14 +561,7 @@ def test_of_requests_that_wait_on_blocks_of_their_own_the_last_one_gives_way(eng
 def test_nobody_gives_way_while_somebody_runs(engine: TinyEngine) -> None:
     runs = engine.add("runs", tokens_of(2 * BLOCK), max_tokens=40)
     engine.step()
-    reserved = list[tuple[Waits, list[int]]]()
-    for number in range(2):
-        tokens = tokens_of(22 * BLOCK, start=500 * (number + 1))
-        waits = Waits(engine, f"{number:032x}", tokens[: 11 * BLOCK])
-        waits.open()
-        engine.agent.received[waits.lease] = 11 * BLOCK
-        reserved.append((waits, tokens))
-    requests = [engine.add(waits.lease, tokens, max_tokens=2, lease=waits.lease) for waits, tokens in reserved]
+    requests = both_halves_leased(engine, 22)
     for _ in steps(engine):
         if runs.is_finished():
             break
